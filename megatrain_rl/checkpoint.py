@@ -1,0 +1,142 @@
+"""Complete training state in a directory: written beside its final name, then renamed, so a crash never costs the previous one.
+
+    DIR/huggingface/            config.json and safetensors that AutoModelForCausalLM loads (bf16: the high halves of the masters)
+    DIR/optimizer/BLOCK.safetensors   exp_avg, exp_avg_sq and, for bf16 weights, the residual: weights + residual = fp32 master
+    DIR/trainer_state.json      step counts, schedule, what the state fits
+    DIR/rng.safetensors         torch generators
+
+Called by StreamTrainer with the optimizer at rest.
+"""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatrain_rl.host.store import HostStore, fill_from_checkpoint
+from megatrain_rl.model.decoder import DecoderSpec
+from megatrain_rl.model.hf_io import CheckpointReader, write_checkpoint
+from megatrain_rl.optim.host_adamw import HostAdamW
+
+FORMAT = 1
+
+
+def save(
+    directory: Path,
+    spec: DecoderSpec,
+    store: HostStore,
+    optimizer: HostAdamW | None,
+    state: dict[str, Any],
+    companions_of: Path | None,
+) -> None:
+    """Write everything to `DIRECTORY.tmp-PID`, flush it to disk, and put it in the place of `directory`."""
+    scratch = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    named = ((block.names[n], store.view(block, n)) for block in spec.blocks for n in block.names)
+    write_checkpoint(scratch / "huggingface", spec.config, named, companions_of)
+    if optimizer is not None:
+        (scratch / "optimizer").mkdir()
+        for block in spec.blocks:
+            save_file(optimizer.state[block.name].tensors(), scratch / "optimizer" / f"{block.name}.safetensors")
+    save_file(_rng_tensors(), scratch / "rng.safetensors")
+    python_rng = random.getstate()
+    everything = {"format": FORMAT, "has_optimizer": optimizer is not None, "python_rng": python_rng, **state}
+    (scratch / "trainer_state.json").write_text(json.dumps(everything))
+    _flush(scratch)
+    old = directory.with_name(f"{directory.name}.old-{os.getpid()}")
+    if directory.exists():
+        os.replace(directory, old)
+    os.replace(scratch, directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load(directory: Path, spec: DecoderSpec, store: HostStore, optimizer: HostAdamW | None) -> dict[str, Any]:
+    """Restore what `save` wrote; returns its `state`. Everything is checked before anything is changed."""
+    state_file = directory / "trainer_state.json"
+    if not state_file.is_file():
+        raise ValueError(f"no checkpoint at {str(directory)!r}: trainer_state.json is missing")
+    state = json.loads(state_file.read_text())
+    if state["format"] != FORMAT:
+        raise ValueError(f"checkpoint {str(directory)!r} has format {state['format']}, this version reads {FORMAT}")
+    reader = CheckpointReader(directory / "huggingface")
+    _check_weights(reader, spec)
+    if optimizer is not None:
+        _check_optimizer(directory, spec, optimizer)
+    for block in spec.blocks:
+        fill_from_checkpoint(block, store.begin_write(block), reader)
+        store.end_write(block)
+        if optimizer is not None:
+            saved = load_file(directory / "optimizer" / f"{block.name}.safetensors")
+            for name, tensor in optimizer.state[block.name].tensors().items():
+                tensor.copy_(saved[name])
+    _restore_rng(directory, state["python_rng"])
+    return state
+
+
+def _check_weights(reader: CheckpointReader, spec: DecoderSpec) -> None:
+    for block in spec.blocks:
+        for name, slot in block.layout.slots.items():
+            shape = tuple(reader.tensor(block.names[name]).shape)
+            if shape != slot.shape:
+                raise ValueError(f"{reader.directory}: {block.names[name]!r} has shape {shape}, the model has {slot.shape}")
+
+
+def _check_optimizer(directory: Path, spec: DecoderSpec, optimizer: HostAdamW) -> None:
+    for block in spec.blocks:
+        file = directory / "optimizer" / f"{block.name}.safetensors"
+        if not file.is_file():
+            raise ValueError(f"checkpoint {str(directory)!r} has no optimizer state for {block.name}: {file.name} is missing")
+        with safe_open(file, framework="pt") as f:
+            found = set(f.keys())
+        wanted = set(optimizer.state[block.name].tensors())
+        if found != wanted:
+            raise ValueError(
+                f"checkpoint {str(directory)!r} was written with another param_dtype: {block.name} has {sorted(found)}, "
+                f"this run needs {sorted(wanted)}"
+            )
+
+
+def _rng_tensors() -> dict[str, Tensor]:
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    assert kind == "MT19937"
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "numpy_keys": torch.from_numpy(keys.astype("int64")),
+        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def _restore_rng(directory: Path, python_rng: list) -> None:
+    saved = load_file(directory / "rng.safetensors")
+    torch.set_rng_state(saved["torch"])
+    position, has_gauss, cached = saved["numpy_rest"].tolist()
+    numpy.random.set_state(
+        ("MT19937", saved["numpy_keys"].numpy().astype("uint32"), int(position), int(has_gauss), cached)
+    )
+    if "cuda" in saved and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(saved["cuda"])
+    version, internal, gauss = python_rng
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _flush(directory: Path) -> None:
+    """Files and folders to disk before the rename, so that a power cut cannot leave a renamed but empty checkpoint."""
+    for folder, _, files in os.walk(directory):
+        for path in [Path(folder), *(Path(folder) / f for f in files)]:
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)

@@ -1,0 +1,122 @@
+"""Every setting of the trainer: frozen, keyword-only, validated once, here.
+
+`StreamConfig` is what `actor.megatrain.*` means in VERL; `AdamWConfig` is the update. Code receives one of these and reads
+plain attributes; nobody looks a setting up with a default of its own.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal, Mapping
+
+import torch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+ParamDtype = Literal["bfloat16", "float32"]
+
+
+def _require(condition: bool, setting: str, value: Any, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{setting}={value!r}: must be {expected}")
+
+
+def check_knobs(given: Mapping[str, Any], owner: type, prefix: str) -> None:
+    """Raise one ValueError naming the first unknown key of `given` and the nearest known one."""
+    known = [f.name for f in dataclasses.fields(owner)]
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(sorted(known))}"
+            raise ValueError(f"unknown setting {prefix}{key}; {hint}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """How the model is streamed.
+
+    gpu_budget_gb: GPU memory of this process in GB (1e9 bytes), CUDA context included; a hard cap on CUDA.
+    checkpoint_interval: one layer input in so many is kept in host RAM; the others are recomputed inside their window.
+    num_grad_slabs: device staging buffers through which gradients leave; more lets backward run further ahead of the link.
+    ring_depth: device slots for layer weights; 2 is double buffering.
+    pack_tokens: most tokens of a pack (one forward of one layer); None takes what the budget holds, at most 8192.
+        A single longer sequence gets a pack of its own as long as the budget holds it.
+    optimizer: "native" (exact master, this package's op), "torch" (the same update by torch.optim.AdamW(fused=True)) or
+        "deepspeed" (DeepSpeedCPUAdam; needs the `deepspeed` extra).
+    param_dtype: dtype of the weights on the device and of the copy that is streamed. With bfloat16 an int16 residual makes
+        the fp32 master exact.
+    grad_dtype: dtype of the gradients in host RAM; sums over packs are fp32 on the device whatever this is.
+    compile: torch.compile the layers (CUDA).
+    attention: "auto" (torch varlen on CUDA, SDPA elsewhere), "varlen", "flash_attn" or "sdpa".
+    reference: where frozen reference weights live: "mmap" reads the checkpoint files through two pinned staging buffers (no
+        anonymous host RAM; page cache makes it fast), "pinned" keeps a copy of 2 bytes a parameter.
+    cpu_threads: threads of the host optimizer; None takes every core this process may use.
+    host_budget_gb: host RAM in GB that the trainer may use; None reads what the machine (or its cgroup) has.
+    """
+
+    gpu_budget_gb: float = 9.0
+    checkpoint_interval: int = 1
+    num_grad_slabs: int = 12
+    ring_depth: int = 2
+    pack_tokens: int | None = None
+    optimizer: Literal["native", "torch", "deepspeed"] = "native"
+    param_dtype: ParamDtype = "bfloat16"
+    grad_dtype: ParamDtype = "bfloat16"
+    compile: bool = False
+    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
+    reference: Literal["mmap", "pinned"] = "mmap"
+    cpu_threads: int | None = None
+    host_budget_gb: float | None = None
+
+    def __post_init__(self):
+        _require(self.gpu_budget_gb > 0, "gpu_budget_gb", self.gpu_budget_gb, "a positive number of GB")
+        for name, least in (("checkpoint_interval", 1), ("num_grad_slabs", 1), ("ring_depth", 1)):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and value >= least, name, value, f"a whole number of at least {least}")
+        _require(self.pack_tokens is None or self.pack_tokens >= 1, "pack_tokens", self.pack_tokens, "at least 1, or null")
+        _require(self.optimizer in ("native", "torch", "deepspeed"), "optimizer", self.optimizer, "native, torch or deepspeed")
+        _require(self.param_dtype in DTYPES, "param_dtype", self.param_dtype, "bfloat16 or float32")
+        _require(self.grad_dtype in DTYPES, "grad_dtype", self.grad_dtype, "bfloat16 or float32")
+        _require(
+            self.attention in ("auto", "varlen", "flash_attn", "sdpa"),
+            "attention", self.attention, "auto, varlen, flash_attn or sdpa",
+        )  # fmt: skip
+        _require(self.reference in ("mmap", "pinned"), "reference", self.reference, "mmap or pinned")
+        _require(self.cpu_threads is None or self.cpu_threads >= 1, "cpu_threads", self.cpu_threads, "at least 1, or null")
+        _require(
+            self.host_budget_gb is None or self.host_budget_gb > 0, "host_budget_gb", self.host_budget_gb, "positive, or null"
+        )
+
+    @classmethod
+    def from_mapping(cls, knobs: Mapping[str, Any], prefix: str = "") -> "StreamConfig":
+        """Build from user input. An unknown key is a ValueError that names the nearest known one; `prefix` is for its text."""
+        check_knobs(knobs, cls, prefix)
+        return cls(**knobs)
+
+    @property
+    def param_torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.param_dtype]
+
+    @property
+    def grad_torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.grad_dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """Decoupled weight decay Adam (Loshchilov & Hutter 2019, algorithm 2), the update of `torch.optim.AdamW`.
+
+    clip_grad: limit of the global L2 norm; 0 or None switches clipping off.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float | None = 1.0
+
+    def __post_init__(self):
+        _require(self.lr >= 0, "lr", self.lr, "not negative")
+        _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two numbers in [0, 1)")
+        _require(self.eps > 0, "eps", self.eps, "positive")
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "not negative")

@@ -1,0 +1,57 @@
+"""The only place that pins host memory.
+
+Memory is allocated pageable, touched once, and registered with CUDA as one large region: about ten times faster than
+cudaHostAlloc and without the power-of-two rounding of a caching allocator. Regions are unregistered when their owner closes
+them (or is collected), before the memory goes.
+"""
+
+import logging
+import weakref
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+_warned = False
+
+
+class HostRegion:
+    """One zeroed host tensor, pinned when `pin` is set and the system allows it.
+
+    `flat`: the tensor, one-dimensional. A refusal to pin is one warning for the process, and the region stays pageable:
+    results are the same, copies several times slower and no longer asynchronous.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, *, pin: bool):
+        self.flat: Tensor = torch.empty(numel, dtype=dtype).zero_()
+        self._unpin = weakref.finalize(self, _unregister, self.flat) if pin and numel and _register(self.flat) else None
+
+    @property
+    def pinned(self) -> bool:
+        return self._unpin is not None
+
+    def close(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self.flat = torch.empty(0, dtype=self.flat.dtype)
+
+
+def _register(flat: Tensor) -> bool:
+    global _warned
+    status = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
+    if int(status) == 0:
+        return True
+    if not _warned:
+        _warned = True
+        log.warning(
+            "pinning %.1f GB of host memory was refused (CUDA error %d); continuing with pageable memory: weights and gradients "
+            "will cross the link several times slower. Raise the locked-memory limit (ulimit -l) to mend it.",
+            flat.nbytes / 1e9,
+            int(status),
+        )
+    return False
+
+
+def _unregister(flat: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())

@@ -1,0 +1,93 @@
+"""Causal attention over a pack of sequences laid end to end; no token sees another sequence.
+
+Registered with transformers under `ATTENTION_NAME`; decoder layers hand through the keyword arguments of `AttentionInputs`.
+Shapes: T tokens, N query heads, K key-value heads, D head size. transformers passes (1, heads, T, D) and expects (1, T, N, D).
+"""
+
+import inspect
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "megatrain_packed"
+Backend = Literal["varlen", "flash_attn", "sdpa"]
+
+# torch 2.11's kernel takes fewer key-value heads as they come; later versions want to be told.
+_VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def resolve_backend(setting: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """`attention` setting -> backend. Says no to a combination that cannot run; picks only for "auto"."""
+    if setting == "auto":
+        return "varlen" if device.type == "cuda" and dtype == torch.bfloat16 else "sdpa"
+    if setting in ("varlen", "flash_attn"):
+        if device.type != "cuda" or dtype != torch.bfloat16:
+            raise ValueError(f"attention={setting} needs CUDA and param_dtype=bfloat16; set attention=auto or sdpa")
+    if setting == "flash_attn":
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError as error:
+            raise ValueError("attention=flash_attn: the flash-attn package is not installed; set attention=auto") from error
+    return setting
+
+
+def register_attention() -> None:
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    cu_seqlens: Tensor,
+    sequence_bounds: tuple[int, ...],
+    max_seqlen: int,
+    attention_backend: Backend,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **unused,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature. `cu_seqlens`: int32 (S+1,) on the device; `sequence_bounds`: the same on the host,
+    read by the SDPA path only (empty for the others, so that compiled graphs do not specialise on it)."""
+    assert attention_mask is None and dropout == 0.0
+    if attention_backend == "sdpa":
+        return _sdpa(query, key, value, scaling, sequence_bounds, sliding_window), None
+    query_TND, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    if attention_backend == "varlen":
+        out_TND = varlen_attn(
+            query_TND, key_TKD, value_TKD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+            scale=scaling, window_size=window, **_VARLEN_GQA,
+        )  # fmt: skip
+    else:
+        from flash_attn import flash_attn_varlen_func
+
+        out_TND = flash_attn_varlen_func(
+            query_TND, key_TKD, value_TKD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+            softmax_scale=scaling, causal=True, window_size=window,
+        )  # fmt: skip
+    return out_TND[None], None
+
+
+def _sdpa(query, key, value, scaling, sequence_bounds, sliding_window) -> Tensor:
+    """Exact path: each sequence alone through torch's scaled dot product attention."""
+    outs = []
+    for start, end in zip(sequence_bounds[:-1], sequence_bounds[1:], strict=True):
+        q, k, v = (x[:, :, start:end] for x in (query, key, value))
+        mask = None
+        if sliding_window is not None and sliding_window < end - start:
+            distance = torch.arange(end - start, device=query.device)
+            distance = distance[:, None] - distance[None, :]
+            mask = (distance >= 0) & (distance < sliding_window)
+        outs.append(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+        )
+    return torch.cat(outs, dim=2).transpose(1, 2)

@@ -1,0 +1,87 @@
+"""Hugging Face checkpoint directories: read tensor by tensor from memory-mapped safetensors, write in bounded shards."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Iterable
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 2 << 30
+# Copied beside saved weights so that the directory loads by itself.
+_COMPANIONS = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json")  # fmt: skip
+
+
+class CheckpointReader:
+    """Tensors of a checkpoint directory by name. Every file named by the index is checked to exist at once."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise ValueError(f"model path {str(directory)!r} is not a directory")
+        if not (self.directory / "config.json").is_file():
+            raise ValueError(f"model path {str(directory)!r} has no config.json")
+        if (self.directory / INDEX).is_file():
+            self._file_of: dict[str, str] = json.loads((self.directory / INDEX).read_text())["weight_map"]
+        elif (self.directory / WEIGHTS).is_file():
+            with safe_open(self.directory / WEIGHTS, framework="pt") as f:
+                self._file_of = dict.fromkeys(f.keys(), WEIGHTS)
+        else:
+            raise ValueError(f"model path {str(directory)!r} has neither {WEIGHTS} nor {INDEX}")
+        for file in sorted(set(self._file_of.values())):
+            if not (self.directory / file).is_file():
+                raise ValueError(f"model path {str(directory)!r}: the index names {file}, which is missing")
+        self._open: dict[str, safe_open] = {}
+
+    def config(self) -> PretrainedConfig:
+        return AutoConfig.from_pretrained(self.directory)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name`, memory-mapped: pages are read when used."""
+        if name not in self._file_of:
+            raise ValueError(f"model path {str(self.directory)!r} has no tensor {name!r}")
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
+        return self._open[file].get_tensor(name)
+
+
+def write_checkpoint(
+    directory: Path, config: PretrainedConfig, tensors: Iterable[tuple[str, Tensor]], companions_of: Path | None
+) -> None:
+    """Write `config` and `tensors` as a directory that `AutoModelForCausalLM.from_pretrained` loads.
+
+    companions_of: a directory whose tokenizer and generation files are copied along.
+    """
+    directory.mkdir(parents=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    dtype = None
+    for name, tensor in tensors:
+        if size and size + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+        dtype = dtype or tensor.dtype
+    files = [WEIGHTS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(t.nbytes for shard in shards for t in shard.values())
+        (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    saved = config.to_dict()
+    saved["dtype"] = str(dtype).removeprefix("torch.")
+    saved.pop("_attn_implementation", None)
+    type(config)(**saved).save_pretrained(directory)
+    # save_pretrained may drop what equals a class default; the architecture must stay for AutoModel and serving engines.
+    if companions_of is not None:
+        for pattern in _COMPANIONS:
+            for file in companions_of.glob(pattern):
+                shutil.copyfile(file, directory / file.name)

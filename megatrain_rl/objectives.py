@@ -1,0 +1,45 @@
+"""The seam between the streamed model and a loss.
+
+The head hands an objective the per-token statistics of one pack as autograd leaves; the objective returns a scalar loss of
+them; the trainer calls `.backward()` on it and carries the leaves' gradients on into head and layers. A loss must therefore
+be normalised by counts of the whole mini-batch, not of the pack, or the update depends on how packs are cut.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatrain_rl.batch import PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStats:
+    """Per-token results of one pack, fp32, aligned with its tokens (see `PackedBatch`); 0 where `predict_T` is False.
+
+    log_probs_T: log p(token t+1 | tokens <= t) at the pack's temperature.
+    entropy_T: entropy in nats of that distribution, or None when it was not asked for.
+    """
+
+    log_probs_T: Tensor
+    entropy_T: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOutput:
+    loss: Tensor  # scalar
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    def __call__(self, stats: TokenStats, pack: PackedBatch) -> ObjectiveOutput: ...
+
+
+class NegativeLogLikelihood:
+    """Mean negative log-likelihood over the predicted tokens of a whole mini-batch (supervised fine-tuning)."""
+
+    def __init__(self, packs: list[PackedBatch]):
+        self._num_predicted = max(1, sum(int(p.predict_T.sum()) for p in packs))
+
+    def __call__(self, stats: TokenStats, pack: PackedBatch) -> ObjectiveOutput:
+        return ObjectiveOutput(loss=-stats.log_probs_T.sum() / self._num_predicted)

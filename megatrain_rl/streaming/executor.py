@@ -1,0 +1,318 @@
+"""StreamExecutor: runs a sweep. Layers outside, packs inside; one layer's weights on the device at a time.
+
+The order comes from LayerSchedule, transfers from the ring, the slabs and the activation store; what is here is the arithmetic
+between them. The caller (StreamTrainer) chooses the store: handing it the frozen one gives reference log-probs.
+
+Shapes: T tokens of a pack, P predicted tokens of it, H hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain_rl.batch import PackedBatch
+from megatrain_rl.config import StreamConfig
+from megatrain_rl.head import head_backward, head_forward
+from megatrain_rl.host.gradients import HostGradients
+from megatrain_rl.host.store import WeightStore
+from megatrain_rl.model.attention import resolve_backend
+from megatrain_rl.model.decoder import EMBED_WEIGHT, Block, DecoderSpec
+from megatrain_rl.model.template import LayerInputs, LayerRunner
+from megatrain_rl.objectives import Objective, TokenStats
+from megatrain_rl.planner import MemoryPlan
+from megatrain_rl.streaming.hidden import HiddenStates
+from megatrain_rl.streaming.schedule import Kind, LayerSchedule
+from megatrain_rl.transfer.activations import ActivationStore
+from megatrain_rl.transfer.grad_slabs import GradSlabPool
+from megatrain_rl.transfer.lanes import Lanes
+from megatrain_rl.transfer.weight_ring import WeightRing, upload
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePack:
+    """A pack's indices on the device, besides what layers need."""
+
+    pack: PackedBatch
+    layer_inputs: LayerInputs
+    predict_P: Tensor  # rows of the pack that are predicted
+    targets_P: Tensor
+    temperature_P: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """Per pack: losses as numbers, metrics as the objective gave them, statistics on the CPU. Gradients exist only if every
+    loss was finite."""
+
+    losses: list[float]
+    metrics: list[dict[str, Any]]
+    stats: list[TokenStats]
+    finite: bool
+
+
+class StreamExecutor:
+    def __init__(self, spec: DecoderSpec, config: StreamConfig, plan: MemoryPlan, device: torch.device):
+        pin = device.type == "cuda"
+        dtype = config.param_torch_dtype
+        self._spec = spec
+        self._plan = plan
+        self._device = device
+        self._dtype = dtype
+        self._interval = config.checkpoint_interval
+        self._lanes = Lanes.on(device)
+        backend = resolve_backend(config.attention, device, dtype)
+        self._runner = LayerRunner(spec, device, dtype, backend, config.compile and device.type == "cuda")
+        self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
+        self._activations = ActivationStore(self._lanes, device, spec.hidden_size, dtype, pin=pin)
+        self._slab_settings = dict(num_slabs=config.num_grad_slabs, slab_numel=plan.slab_numel, dtype=config.grad_torch_dtype)
+        self._slabs: GradSlabPool | None = None
+        self._gradients: HostGradients | None = None
+        self._sum: Tensor | None = None
+        self.grad_norms: dict[str, Tensor] = {}
+
+    def enable_training(self, gradients: HostGradients) -> None:
+        """Allocate what only training needs; gradients will land in `gradients`."""
+        self._gradients = gradients
+        self._sum = torch.zeros(self._spec.max_layer_numel, dtype=torch.float32, device=self._device)
+        self._slabs = GradSlabPool(
+            self._lanes, self._device, on_landed=lambda block: gradients.filled.add(block.name), **self._slab_settings
+        )
+
+    @torch.no_grad()
+    def log_probs(self, packs: Sequence[PackedBatch], store: WeightStore, *, entropy: bool) -> list[TokenStats]:
+        """Statistics of `packs` under the weights of `store`, on the CPU."""
+        schedule = LayerSchedule(self._spec.num_layers, self._interval, train=False)
+        device_packs, hidden = self._begin(packs, store, schedule)
+        self._run_visits(schedule, range(len(schedule.visits)), device_packs, hidden)
+        norm_weights, weight_VH = self._head_weights(store)
+        stats = []
+        for m, dp in enumerate(device_packs):
+            hidden_PH = hidden.take_final(m).index_select(0, dp.predict_P)
+            normed_PH = self._runner.norm(norm_weights, hidden_PH)
+            log_probs_P, entropy_P = head_forward(
+                normed_PH, weight_VH, dp.targets_P, dp.temperature_P, chunk=self._plan.head_chunk, entropy=entropy
+            )
+            stats.append(_scatter(dp, log_probs_P, entropy_P))
+        return [_on_cpu(s) for s in stats]
+
+    @torch.no_grad()
+    def forward_backward(
+        self, packs: Sequence[PackedBatch], store: WeightStore, objective: Objective, *, entropy: bool
+    ) -> SweepResult:
+        """One sweep of forward and backward; gradients are added to what HostGradients holds and land asynchronously."""
+        assert self._slabs is not None, "forward-only executor"
+        self._slabs.drain()
+        schedule = LayerSchedule(self._spec.num_layers, self._interval, train=True)
+        device_packs, hidden = self._begin(packs, store, schedule)
+        self._run_visits(schedule, range(schedule.num_forward), device_packs, hidden)
+        result, sums = self._head_pass(device_packs, store, objective, hidden, entropy)
+        if result.finite:
+            for block, total in sums:
+                self._push(block, total)
+            del sums
+            self._run_visits(schedule, range(schedule.num_forward, len(schedule.visits)), device_packs, hidden)
+            self._embedding_gradient(device_packs, hidden)
+        return result
+
+    def drain(self) -> None:
+        """Until every gradient has landed; raises what went wrong on the way."""
+        if self._slabs is not None:
+            self._slabs.drain()
+
+    def close(self) -> None:
+        if self._slabs is not None:
+            self._slabs.close()
+        self._activations.close()
+
+    # ---- the sweep's parts ----
+
+    def _begin(
+        self, packs: Sequence[PackedBatch], store: WeightStore, schedule: LayerSchedule
+    ) -> tuple[list[DevicePack], HiddenStates]:
+        self._activations.begin(schedule.num_slots, [p.num_tokens for p in packs])
+        hidden = HiddenStates(self._activations, schedule, packs, self._plan.resident_bytes)
+        for m, pack in enumerate(packs):
+            store.rows(self._spec.embed, EMBED_WEIGHT, pack.tokens_T, self._activations.host_TH(0, m))
+            self._activations.filled(0, m)
+        self._ring.begin(store, [self._spec.layers[v.layer] for v in schedule.visits])
+        return [self._to_device(p) for p in packs], hidden
+
+    def _to_device(self, pack: PackedBatch) -> DevicePack:
+        rows_P = pack.predict_T.nonzero()[:, 0]
+        return DevicePack(
+            pack=pack,
+            layer_inputs=self._runner.inputs(pack),
+            predict_P=rows_P.to(self._device),
+            targets_P=pack.targets_T[rows_P].to(self._device),
+            temperature_P=pack.temperature_T[rows_P].to(self._device),
+        )
+
+    def _run_visits(self, schedule: LayerSchedule, which: range, packs: list[DevicePack], hidden: HiddenStates) -> None:
+        for v in which:
+            visit = schedule.visits[v]
+            block = self._spec.layers[visit.layer]
+            hidden.prefetch(visit, 0)
+            weights = block.layout.views(self._ring.acquire(block))
+            if visit.kind is Kind.BACKWARD:
+                weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
+                total = self._zero_or_pull(block, self._sum[: block.layout.numel])
+                total_views = block.layout.views(total)
+            for m, dp in enumerate(packs):
+                # one pack ahead; the last pack looks into the next visit
+                if m + 1 < len(packs):
+                    hidden.prefetch(visit, m + 1)
+                elif v + 1 in which:
+                    hidden.prefetch(schedule.visits[v + 1], 0)
+                if visit.kind is Kind.BACKWARD:
+                    self._layer_backward(visit, m, dp, weights, total_views, hidden)
+                else:
+                    hidden_TH = hidden.take_input(visit, m)
+                    hidden.give_output(visit, m, self._runner.layer(visit.layer, weights, hidden_TH, dp.layer_inputs))
+            self._ring.release(block)
+            if visit.kind is Kind.BACKWARD:
+                self._push(block, total)
+
+    def _layer_backward(self, visit, m: int, dp: DevicePack, weights, total_views, hidden: HiddenStates) -> None:
+        """Recompute one layer on one pack, then its vector-Jacobian product."""
+        hidden_TH = hidden.take_input(visit, m).requires_grad_()
+        with torch.enable_grad():
+            out_TH = self._runner.layer(visit.layer, weights, hidden_TH, dp.layer_inputs)
+        grad_hidden_TH, *grads = torch.autograd.grad(
+            out_TH, [hidden_TH, *weights.values()], hidden.take_gradient(m), allow_unused=True
+        )
+        for name, grad in zip(weights, grads, strict=True):
+            if grad is not None:
+                total_views[name].add_(grad)
+        hidden.give_gradient(m, grad_hidden_TH)
+
+    def _head_weights(self, store: WeightStore) -> tuple[dict[str, Tensor], Tensor]:
+        """Final norm weights and the output matrix (V, H); they are on the device only while the caller holds them."""
+        spec = self._spec
+        flat_of: dict[str, Tensor] = {}
+        for block in self._head_blocks():
+            flat = torch.empty(block.layout.numel, dtype=self._dtype, device=self._device)
+            # the memory may have had other users on compute, which must be done before upload writes it
+            self._lanes.compute.wait(upload(self._lanes, store, block, flat, after=self._lanes.compute.record()))
+            flat_of[block.name] = flat
+        output_block, output_name = spec.output_weight
+        return (
+            spec.head.layout.views(flat_of[spec.head.name]),
+            output_block.layout.view(flat_of[output_block.name], output_name),
+        )
+
+    def _head_pass(
+        self, packs: list[DevicePack], store: WeightStore, objective: Objective, hidden: HiddenStates, entropy: bool
+    ) -> tuple[SweepResult, list[tuple[Block, Tensor]]]:
+        """Head forward, objective and head backward of every pack; leaves each pack's gradient in `hidden`. Returns the
+        gradient sums of the head's blocks, not pushed yet: a non-finite loss must not touch the gradients on the host."""
+        spec = self._spec
+        norm_weights, weight_VH = self._head_weights(store)
+        output_block, output_name = spec.output_weight
+        sums = {block.name: self._new_sum(block) for block in self._head_blocks()}
+        norm_sums = spec.head.layout.views(sums[spec.head.name])
+        weight_sum_VH = output_block.layout.view(sums[output_block.name], output_name)
+        losses, metrics, stats = [], [], []
+        for m, dp in enumerate(packs):
+            hidden_TH = hidden.take_final(m)
+            grad_TH, loss, pack_metrics, pack_stats = self._head_of_pack(
+                hidden_TH, dp, norm_weights, norm_sums, weight_VH, weight_sum_VH, objective, entropy
+            )
+            hidden.give_gradient(m, grad_TH)
+            losses.append(loss)
+            metrics.append(pack_metrics)
+            stats.append(pack_stats)
+        numbers = torch.stack(losses).tolist()
+        finite = all(abs(x) != float("inf") and x == x for x in numbers)
+        result = SweepResult(losses=numbers, metrics=metrics, stats=[_on_cpu(s) for s in stats], finite=finite)
+        return result, [(block, sums[block.name]) for block in self._head_blocks()]
+
+    def _head_of_pack(
+        self, hidden_TH, dp: DevicePack, norm_weights, norm_sums, weight_VH, weight_sum_VH, objective: Objective, entropy: bool
+    ) -> tuple[Tensor, Tensor, dict[str, Any], TokenStats]:
+        chunk = self._plan.head_chunk
+        hidden_PH = hidden_TH.index_select(0, dp.predict_P).requires_grad_()
+        norm_leaves = {n: w.detach().requires_grad_() for n, w in norm_weights.items() if n.startswith("norm.")}
+        with torch.enable_grad():
+            normed_PH = self._runner.norm(norm_leaves, hidden_PH)
+        normed = normed_PH.detach()
+        log_probs_P, entropy_P = head_forward(
+            normed, weight_VH, dp.targets_P, dp.temperature_P, chunk=chunk, entropy=entropy
+        )
+        stats = _scatter(dp, log_probs_P, entropy_P)
+        stats.log_probs_T.requires_grad_()
+        if stats.entropy_T is not None:
+            stats.entropy_T.requires_grad_()
+        with torch.enable_grad():
+            out = objective(stats, dp.pack)
+            if out.loss.requires_grad:
+                out.loss.backward()
+        grad_log_probs_P = _leaf_grad(stats.log_probs_T, dp.predict_P)
+        # an entropy that the loss does not use needs no second term in the head's backward
+        uses_entropy = stats.entropy_T is not None and stats.entropy_T.grad is not None
+        grad_entropy_P = _leaf_grad(stats.entropy_T, dp.predict_P) if uses_entropy else None
+        grad_normed_PH = head_backward(
+            normed, weight_VH, dp.targets_P, dp.temperature_P, grad_log_probs_P, grad_entropy_P, weight_sum_VH, chunk=chunk
+        )
+        grad_PH, *grads = torch.autograd.grad(normed_PH, [hidden_PH, *norm_leaves.values()], grad_normed_PH)
+        for name, grad in zip(norm_leaves, grads, strict=True):
+            norm_sums[name].add_(grad)
+        grad_TH = torch.zeros_like(hidden_TH).index_copy_(0, dp.predict_P, grad_PH)
+        detached = TokenStats(
+            log_probs_T=stats.log_probs_T.detach(), entropy_T=None if stats.entropy_T is None else stats.entropy_T.detach()
+        )
+        return grad_TH, out.loss.detach().float(), out.metrics, detached
+
+    def _embedding_gradient(self, packs: list[DevicePack], hidden: HiddenStates) -> None:
+        block = self._spec.embed
+        # A tied matrix has just had the head's gradient pushed: it comes back and is added to.
+        self._slabs.drain()
+        total = self._new_sum(block)
+        total_VH = block.layout.view(total, EMBED_WEIGHT)
+        for m, dp in enumerate(packs):
+            tokens_T = dp.pack.tokens_T.to(self._device)
+            # index_put_ sorts before it adds, so the sum has one order; index_add_ on CUDA has none
+            total_VH.index_put_((tokens_T,), hidden.take_gradient(m).float(), accumulate=True)
+        self._push(block, total)
+
+    def _head_blocks(self) -> tuple[Block, ...]:
+        """The blocks the head reads: its own, and the embedding when the output matrix is tied to it."""
+        return (self._spec.head, self._spec.embed) if self._spec.tied else (self._spec.head,)
+
+    def _new_sum(self, block: Block) -> Tensor:
+        return self._zero_or_pull(block, torch.empty(block.layout.numel, dtype=torch.float32, device=self._device))
+
+    def _zero_or_pull(self, block: Block, flat: Tensor) -> Tensor:
+        """Start a block's fp32 sum: with the gradient of earlier sweeps when there is one, else with zeros."""
+        if block.name in self._gradients.filled:
+            self._slabs.pull(self._gradients.flat(block), flat)
+        else:
+            flat.zero_()
+        return flat
+
+    def _push(self, block: Block, total: Tensor) -> None:
+        self.grad_norms[block.name] = torch.linalg.vector_norm(total)
+        self._slabs.push(block, total, self._gradients.flat(block))
+
+
+def _scatter(dp: DevicePack, log_probs_P: Tensor, entropy_P: Tensor | None) -> TokenStats:
+    def to_tokens(values_P: Tensor) -> Tensor:
+        zeros_T = torch.zeros(dp.pack.num_tokens, dtype=torch.float32, device=values_P.device)
+        return zeros_T.index_copy_(0, dp.predict_P, values_P)
+
+    return TokenStats(
+        log_probs_T=to_tokens(log_probs_P), entropy_T=None if entropy_P is None else to_tokens(entropy_P)
+    )
+
+
+def _leaf_grad(leaf_T: Tensor, rows_P: Tensor) -> Tensor:
+    """Gradient of the predicted rows; zeros when the loss did not touch the leaf."""
+    grad_T = torch.zeros_like(leaf_T) if leaf_T.grad is None else leaf_T.grad
+    return grad_T.index_select(0, rows_P).float()
+
+
+def _on_cpu(stats: TokenStats) -> TokenStats:
+    return TokenStats(
+        log_probs_T=stats.log_probs_T.cpu(), entropy_T=None if stats.entropy_T is None else stats.entropy_T.cpu()
+    )

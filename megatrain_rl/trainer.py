@@ -1,0 +1,322 @@
+"""StreamTrainer: the front door. Weights and optimizer state in host RAM, one layer at a time on the device.
+
+    trainer = StreamTrainer.from_pretrained(model_dir, config=StreamConfig(), adamw=AdamWConfig(lr=1e-6), device="cuda")
+    packs = pack_sequences(sequences, max_tokens=trainer.pack_tokens)
+    trainer.forward_backward(packs, NegativeLogLikelihood(packs))
+    trainer.optim_step()
+
+Not thread-safe: one caller at a time. The host optimizer runs on a thread of its own; every reader of weights waits for it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterable, Iterator, Literal, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatrain_rl import checkpoint
+from megatrain_rl.batch import PackedBatch
+from megatrain_rl.config import AdamWConfig, StreamConfig
+from megatrain_rl.host.gradients import HostGradients
+from megatrain_rl.host.store import HostStore, MappedStore, WeightStore, fill_from_checkpoint
+from megatrain_rl.model.decoder import Block, DecoderSpec, decoder_spec
+from megatrain_rl.model.hf_io import CheckpointReader
+from megatrain_rl.objectives import Objective, TokenStats
+from megatrain_rl.ops.adamw import split_master
+from megatrain_rl.optim.host_adamw import HostAdamW
+from megatrain_rl.optim.lr_schedule import LRSchedule
+from megatrain_rl.planner import check_layer_inputs, check_packs, make_plan
+from megatrain_rl.streaming.executor import StreamExecutor
+from megatrain_rl.streaming.schedule import LayerSchedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBackwardOutput:
+    """Per pack: loss, metrics as the objective gave them, statistics on the CPU."""
+
+    losses: list[float]
+    metrics: list[dict[str, Any]]
+    stats: list[TokenStats]
+    nonfinite_loss: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimStepResult:
+    """grad_norm: global L2 norm before clipping. stepped: False when the norm or a loss was not finite; nothing changed then.
+    skipped_steps: such steps since the start. lr: what this step used."""
+
+    grad_norm: float
+    stepped: bool
+    skipped_steps: int
+    lr: float
+
+
+class StreamTrainer:
+    """Built by `from_pretrained` or `from_config`."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        config: StreamConfig,
+        adamw: AdamWConfig | None,
+        schedule: LRSchedule | None,
+        device: torch.device,
+        *,
+        reference: bool,
+    ):
+        self.spec = spec
+        self.config = config
+        self.adamw = adamw
+        self.plan = make_plan(spec, config, adamw, reference=reference)
+        self._device = device
+        if device.type == "cuda":
+            _cap_gpu_memory(device, self.plan.gpu_cap_bytes)
+        pin = device.type == "cuda"
+        self._store = HostStore(spec, config.param_torch_dtype, pin=pin)
+        self._reference: WeightStore | None = None
+        self._companions: Path | None = None
+        self._executor = StreamExecutor(spec, config, self.plan, device)
+        self._optimizer: HostAdamW | None = None
+        self.schedule = schedule
+        self._nonfinite_loss = False
+        self._skipped_steps = 0
+        if adamw is not None:
+            self.schedule = schedule or LRSchedule(base_lr=adamw.lr)
+            self._gradients = HostGradients(spec, config.grad_torch_dtype, pin=pin)
+            self._executor.enable_training(self._gradients)
+            self._optimizer = HostAdamW(spec, self._store, self._gradients, adamw, config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_dir: str | Path,
+        *,
+        config: StreamConfig,
+        adamw: AdamWConfig | None,
+        schedule: LRSchedule | None = None,
+        device: str | torch.device = "cuda",
+        reference: bool = False,
+        hf_config: PretrainedConfig | None = None,
+    ) -> "StreamTrainer":
+        """Load a Hugging Face checkpoint directory straight into host RAM.
+
+        adamw: None for a forward-only trainer without gradients or optimizer state. reference: keep the weights of `model_dir`
+        readable as `weights="reference"`, whatever is trained or loaded later. hf_config: takes the place of config.json.
+        """
+        reader = CheckpointReader(model_dir)
+        spec = decoder_spec(hf_config or reader.config())
+        trainer = cls(spec, config, adamw, schedule, torch.device(device), reference=reference)
+        trainer._companions = reader.directory
+        for block in spec.blocks:
+            for name, slot in block.layout.slots.items():
+                trainer._set(block, name, reader.tensor(block.names[name]))
+        if reference:
+            trainer._reference = trainer._frozen_store(reader)
+        return trainer
+
+    @classmethod
+    def from_config(
+        cls,
+        hf_config: PretrainedConfig,
+        *,
+        config: StreamConfig,
+        adamw: AdamWConfig | None,
+        schedule: LRSchedule | None = None,
+        device: str | torch.device = "cuda",
+        seed: int = 0,
+    ) -> "StreamTrainer":
+        """Random weights: matrices normal with the config's `initializer_range`, norm weights 1, biases 0. The numbers depend on
+        the device they are drawn on."""
+        trainer = cls(decoder_spec(hf_config), config, adamw, schedule, torch.device(device), reference=False)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        for block in trainer.spec.blocks:
+            for name, slot in block.layout.slots.items():
+                if len(slot.shape) == 2:
+                    draw = torch.empty(slot.shape, dtype=config.param_torch_dtype, device=device)
+                    tensor = draw.normal_(std=hf_config.initializer_range, generator=generator).cpu()
+                else:
+                    tensor = torch.zeros(slot.shape) if name.endswith("bias") else torch.ones(slot.shape)
+                trainer._set(block, name, tensor)
+        return trainer
+
+    @property
+    def pack_tokens(self) -> int:
+        """Most tokens of a pack: the setting, or what the budget holds."""
+        return self.plan.pack_tokens
+
+    def forward_backward(
+        self, packs: Sequence[PackedBatch], objective: Objective, *, entropy: bool = False
+    ) -> ForwardBackwardOutput:
+        """Forward and backward of a mini-batch. Gradients are summed over packs and over calls until `optim_step`.
+
+        entropy: hand entropies to the objective too. A non-finite loss stops before backward: this call adds no gradient and the
+        next `optim_step` skips.
+        """
+        self._require_training()
+        self._check(packs, train=True)
+        result = self._executor.forward_backward(packs, self._store, objective, entropy=entropy)
+        self._nonfinite_loss |= not result.finite
+        return ForwardBackwardOutput(
+            losses=result.losses, metrics=result.metrics, stats=result.stats, nonfinite_loss=not result.finite
+        )
+
+    def log_probs(
+        self,
+        packs: Sequence[PackedBatch],
+        *,
+        entropy: bool = False,
+        weights: Literal["policy", "reference"] = "policy",
+    ) -> list[TokenStats]:
+        """Per-token statistics of each pack, on the CPU, under the policy or the frozen reference."""
+        self._check(packs, train=False)
+        if weights == "reference" and self._reference is None:
+            raise ValueError("no reference weights are kept; build the trainer with reference=True")
+        store = self._store if weights == "policy" else self._reference
+        return self._executor.log_probs(packs, store, entropy=entropy)
+
+    def zero_grad(self) -> None:
+        self._require_training()
+        self._executor.drain()
+        self._gradients.clear()
+        self._executor.grad_norms.clear()
+        self._nonfinite_loss = False
+
+    def optim_step(self) -> OptimStepResult:
+        """Clip and apply the gradients at the schedule's current learning rate; gradients are gone afterwards.
+
+        Returns as soon as the norm is known; blocks are stepped in the background and each is waited for where it is read.
+        """
+        self._require_training()
+        self._executor.drain()
+        if not self._executor.grad_norms and not self._nonfinite_loss:
+            raise ValueError("optim_step without gradients: call forward_backward first")
+        norms = self._executor.grad_norms
+        grad_norm = float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else float("nan")
+        stepped = not self._nonfinite_loss and grad_norm == grad_norm and grad_norm != float("inf")
+        if self._nonfinite_loss:
+            grad_norm = float("nan")
+        lr = self.schedule.lr
+        if stepped:
+            limit = self.adamw.clip_grad
+            # the factor of torch.nn.utils.clip_grad_norm_
+            scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
+            self._optimizer.start_step(lr=lr, grad_scale=scale)
+        else:
+            self._skipped_steps += 1
+        self._gradients.clear()
+        self._executor.grad_norms.clear()
+        self._nonfinite_loss = False
+        return OptimStepResult(grad_norm=grad_norm, stepped=stepped, skipped_steps=self._skipped_steps, lr=lr)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, host tensor) in forward order, a tied output matrix once. Views of live memory: valid until the next
+        `optim_step`. Each block is waited for as it is reached."""
+        for block in self.spec.blocks:
+            for name in block.layout.slots:
+                yield block.names[name], self._store.view(block, name)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, host tensor) of the gradients summed so far."""
+        self._require_training()
+        self._executor.drain()
+        for block in self.spec.blocks:
+            for name in block.layout.slots:
+                yield block.names[name], block.layout.view(self._gradients.flat(block), name)
+
+    def load_named_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace weights by Hugging Face name; fp32 values are kept exactly (the residual follows). An unknown name or a wrong
+        shape is a ValueError. Moments stay."""
+        self._wait_for_optimizer()
+        places = {block.names[n]: (block, n) for block in self.spec.blocks for n in block.names}
+        for full_name, tensor in tensors:
+            if full_name not in places:
+                raise ValueError(f"{full_name!r} is not a parameter of this model")
+            self._set(*places[full_name], tensor)
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Write the complete state; see `megatrain_rl.checkpoint` for the layout."""
+        self._wait_for_optimizer()
+        state = {"skipped_steps": self._skipped_steps}
+        if self._optimizer is not None:
+            state |= {"step_count": self._optimizer.step_count, "schedule": self.schedule.state_dict()}
+        checkpoint.save(Path(directory), self.spec, self._store, self._optimizer, state, self._companions)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Restore the complete state; pending gradients are dropped, the reference is not touched."""
+        self._wait_for_optimizer()
+        state = checkpoint.load(Path(directory), self.spec, self._store, self._optimizer)
+        self._skipped_steps = state["skipped_steps"]
+        if self._optimizer is not None:
+            self.zero_grad()
+            self._optimizer.step_count = state["step_count"]
+            self.schedule.load_state_dict(state["schedule"])
+
+    def synchronize(self) -> None:
+        """Until gradients have landed and the optimizer is done."""
+        self._executor.drain()
+        self._wait_for_optimizer()
+
+    def close(self) -> None:
+        """Stop the threads and give the host memory back."""
+        self._wait_for_optimizer()
+        self._executor.close()
+        if self._optimizer is not None:
+            self._optimizer.close()
+            self._gradients.close()
+        if self._reference is not None:
+            self._reference.close()
+        self._store.close()
+
+    # ---- inside ----
+
+    def _set(self, block: Block, name: str, tensor: Tensor) -> None:
+        """Store one parameter and, for bf16 weights, the part of it that bf16 cannot hold."""
+        slot = block.layout.slots[name]
+        if tuple(tensor.shape) != slot.shape:
+            raise ValueError(f"tensor {block.names[name]!r} has shape {tuple(tensor.shape)}, config.json implies {slot.shape}")
+        place = self._store.view(block, name)
+        if self._optimizer is None or self._store.dtype != torch.bfloat16:
+            place.copy_(tensor)
+        elif tensor.dtype == torch.bfloat16:
+            place.copy_(tensor)
+            block.layout.view(self._optimizer.state[block.name].residual, name).zero_()
+        else:
+            residual = block.layout.view(self._optimizer.state[block.name].residual, name)
+            split_master(tensor.float(), place, residual)
+
+    def _frozen_store(self, reader: CheckpointReader) -> WeightStore:
+        pin = self._device.type == "cuda"
+        if self.config.reference == "mmap":
+            return MappedStore(self.spec, reader, self.config.param_torch_dtype, pin=pin)
+        store = HostStore(self.spec, self.config.param_torch_dtype, pin=pin)
+        for block in self.spec.blocks:
+            fill_from_checkpoint(block, store.begin_write(block), reader)
+            store.end_write(block)
+        return store
+
+    def _check(self, packs: Sequence[PackedBatch], *, train: bool) -> None:
+        if not packs:
+            raise ValueError("no packs: the mini-batch is empty")
+        check_packs(self.plan, self.config, packs)
+        schedule = LayerSchedule(self.spec.num_layers, self.config.checkpoint_interval, train=train)
+        tokens = sum(p.num_tokens for p in packs)
+        check_layer_inputs(
+            self.plan, schedule.num_slots * tokens * self.spec.hidden_size * self.config.param_torch_dtype.itemsize
+        )
+
+    def _require_training(self) -> None:
+        if self._optimizer is None:
+            raise ValueError("this trainer is forward only (adamw=None)")
+
+    def _wait_for_optimizer(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.wait()
+
+
+def _cap_gpu_memory(device: torch.device, cap_bytes: int) -> None:
+    """The allocator may reserve so much and no more: an allocation over it is an error here, not a surprise for the engine that
+    shares the card."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)

@@ -1,0 +1,105 @@
+"""ActivationStore: hidden states between layers, on the host or kept on the device, by (slot, pack).
+
+A slot is a place for one (T_total, H) tensor of a sweep in pinned host RAM; a pack owns its rows of every slot. `put` sends a
+pack's hidden states out, `prefetch` starts bringing them back, `take` hands them over. Device memory therefore holds a few
+packs, not the batch.
+
+Shapes: T tokens of a pack, H hidden size.
+"""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from megatrain_rl.host.pinned import HostRegion
+from megatrain_rl.transfer.lanes import Lanes, Mark
+
+# Outgoing tensors kept alive until their copy is done. Two let the copy of one overlap the compute of the next.
+_OUTGOING = 2
+
+
+class ActivationStore:
+    def __init__(self, lanes: Lanes, device: torch.device, hidden_size: int, dtype: torch.dtype, *, pin: bool):
+        self._lanes = lanes
+        self._device = device
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._pin = pin
+        self._region = HostRegion(0, dtype, pin=False)
+        self._starts: list[int] = [0]
+        self._landed: dict[tuple[int, int], Mark] = {}  # recorded after the copy out; waited for by upload before reading back
+        self._arriving: dict[tuple[int, int], tuple[Tensor, Mark]] = {}
+        self._outgoing: deque[tuple[Tensor, Mark]] = deque()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one hidden state."""
+        return self._hidden_size * self._dtype.itemsize
+
+    def begin(self, num_slots: int, pack_tokens: list[int]) -> None:
+        """Start a sweep of packs of these sizes with `num_slots` slots. The host region grows when it must, never shrinks; the
+        old one is given back first, so the two never exist together."""
+        self._lanes.synchronize()
+        self._landed.clear()
+        self._arriving.clear()
+        self._outgoing.clear()
+        self._starts = [0]
+        for tokens in pack_tokens:
+            self._starts.append(self._starts[-1] + tokens)
+        numel = num_slots * self._starts[-1] * self._hidden_size
+        if numel > self._region.flat.numel():
+            self._region.close()
+            self._region = HostRegion(numel, self._dtype, pin=self._pin)
+
+    def host_TH(self, slot: int, pack: int) -> Tensor:
+        """The host rows of (slot, pack), (T, H); for a producer on the host, who calls `filled` after writing."""
+        total = self._starts[-1]
+        start, end = slot * total + self._starts[pack], slot * total + self._starts[pack + 1]
+        return self._region.flat[start * self._hidden_size : end * self._hidden_size].view(-1, self._hidden_size)
+
+    def filled(self, slot: int, pack: int) -> None:
+        self._landed[slot, pack] = Mark(None)
+
+    def put(self, slot: int, pack: int, hidden_TH: Tensor) -> None:
+        """Send `hidden_TH` out. It must not be written in place afterwards; it is kept alive until it has left."""
+        lanes = self._lanes
+        if len(self._outgoing) >= _OUTGOING:
+            tensor, landed = self._outgoing.popleft()
+            # The allocator hands the memory to later work of compute, which must not start before the copy is done.
+            lanes.compute.wait(landed)
+            del tensor
+        lanes.download.wait(lanes.compute.record())
+        with lanes.download:
+            self.host_TH(slot, pack).copy_(hidden_TH, non_blocking=True)
+        landed = lanes.download.record()
+        self._landed[slot, pack] = landed
+        self._outgoing.append((hidden_TH, landed))
+
+    def prefetch(self, slot: int, pack: int) -> None:
+        """Start bringing (slot, pack) back unless it is under way already or not there yet."""
+        if (slot, pack) in self._arriving or (slot, pack) not in self._landed:
+            return
+        lanes = self._lanes
+        source_TH = self.host_TH(slot, pack)
+        hidden_TH = torch.empty(source_TH.shape, dtype=self._dtype, device=self._device)
+        # The memory came from compute's pool: its earlier users on compute must be done before upload writes it.
+        lanes.upload.wait(lanes.compute.record())
+        lanes.upload.wait(self._landed[slot, pack])
+        with lanes.upload:
+            hidden_TH.copy_(source_TH, non_blocking=True)
+        self._arriving[slot, pack] = (hidden_TH, lanes.upload.record())
+
+    def take(self, slot: int, pack: int, *, forget: bool) -> Tensor:
+        """Hidden states (T, H) of (slot, pack) on the device, ready for compute. `forget`: nobody reads them again, so that a
+        later prefetch of the slot waits for new content instead of fetching the old."""
+        self.prefetch(slot, pack)
+        hidden_TH, arrived = self._arriving.pop((slot, pack))
+        if forget:
+            del self._landed[slot, pack]
+        self._lanes.compute.wait(arrived)
+        return hidden_TH
+
+    def close(self) -> None:
+        self._lanes.synchronize()
+        self._region.close()

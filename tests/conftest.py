@@ -1,0 +1,32 @@
+"""Shared fixtures. `device` runs a test on the CPU and, marked `gpu`, its twin on CUDA."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # oracle.py and tiny.py are modules of the tests
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(params=["cpu", GPU])
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def deterministic():
+    """CUDA kernels that can choose a fixed order of summation do (attention's backward cannot otherwise)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,310 @@
+"""The streamed step against the oracle: loss, every gradient, weights after several steps; fp32 near-exact, bf16 no worse than
+eager bf16 judged against fp32."""
+
+import oracle
+import pytest
+import tiny
+import torch
+
+from megatrain_rl.batch import pack_sequences
+from megatrain_rl.config import AdamWConfig, StreamConfig
+from megatrain_rl.objectives import NegativeLogLikelihood, ObjectiveOutput
+from megatrain_rl.trainer import StreamTrainer
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
+
+
+def oracle_loss(model, data, weights, temperature, entropy):
+    stats = oracle.token_stats(model, data, [temperature] * len(data))
+    total = 0.0
+    for log_p, h, w in zip(stats.log_probs, stats.entropies, weights, strict=True):
+        w = w[:-1].to(log_p.device)
+        total = total - (w * log_p).sum() - entropy * (w * h).sum()
+    return total / 50
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_gradients_and_weights_equal_the_oracle(tmp_path, family, tied, device):
+    """Three steps. Each link is tight: gradients at equal weights, then weights after equal gradients. (Left to itself the oracle
+    drifts: where a gradient is rounding noise, Adam turns the noise into steps of full size.)"""
+    model = tiny.model(tiny.config(family, tied=tied), device=device)
+    data, adamw = tiny.sequences(), AdamWConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
+    weights = tiny.token_weights(data)
+    trainer = tiny.trainer(tiny.saved(model, tmp_path), device=device, adamw=adamw)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=adamw.lr, weight_decay=adamw.weight_decay)
+    objective = tiny.WeightedLoss(weights, entropy=0.3)
+    for _ in range(3):
+        out = trainer.forward_backward(tiny.packs(data, temperature=0.7), objective, entropy=True)
+        loss = oracle_loss(model, data, weights, 0.7, 0.3)
+        loss.backward()
+        assert sum(out.losses) == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+        total = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+        gradients = dict(trainer.named_gradients())
+        assert gradients.keys() == {n for n, _ in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            # each within 1e-5 of itself or, where it is all but zero (a key's bias), of the whole gradient
+            error = (gradients[name].cpu().double() - parameter.grad.cpu().double()).norm().item()
+            assert error <= 1e-5 * parameter.grad.norm().item() + 1e-6 * total, name
+            parameter.grad.copy_(gradients[name])
+        result = trainer.optim_step()
+        norm = oracle.adamw_step(model, optimizer, adamw.clip_grad)
+        assert result.stepped and result.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert norm > adamw.clip_grad  # clipping was at work
+        for name, weight in trainer.named_parameters():
+            parameter = model.get_parameter(name)
+            assert torch.allclose(weight, parameter.detach().cpu(), rtol=1e-6, atol=1e-7), name
+            parameter.data.copy_(weight)
+    trainer.close()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7])
+def test_every_layer_count(tmp_path, layers, device):
+    model = tiny.model(tiny.config(layers=layers), device=device)
+    data = tiny.sequences()
+    weights = tiny.token_weights(data)
+    trainer = tiny.trainer(tiny.saved(model, tmp_path), device=device)
+    trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(weights))
+    oracle_loss(model, data, weights, 1.0, 0.0).backward()
+    gradients = dict(trainer.named_gradients())
+    for name, parameter in model.named_parameters():
+        if "k_proj.bias" not in name:
+            assert relative(gradients[name], parameter.grad) < 2e-5, name
+    trainer.close()
+
+
+def test_gradients_add_up_over_calls(tmp_path, device):
+    """Two calls before a step give the gradient of their sum, the tied matrix included."""
+    model = tiny.model(tiny.config(tied=True))
+    data = tiny.sequences()
+    objective = tiny.WeightedLoss(tiny.token_weights(data))
+    trainer = tiny.trainer(tiny.saved(model, tmp_path), device=device)
+    trainer.forward_backward(tiny.packs(data), objective)
+    whole = {n: g.clone() for n, g in trainer.named_gradients()}
+    trainer.zero_grad()
+    cut = tiny.packs(data)
+    assert len(cut) >= 3
+    trainer.forward_backward(cut[:1], objective)
+    trainer.forward_backward(cut[1:], objective)
+    for name, gradient in trainer.named_gradients():
+        assert relative(gradient, whole[name]) < 1e-5 or "k_proj.bias" in name, name
+    trainer.close()
+
+
+def test_bf16_is_no_worse_than_eager(tmp_path, device):
+    """Gradients of the same bf16 weights: distance to fp32's, streamed against eager."""
+    exact = tiny.model(tiny.config(), dtype=torch.bfloat16).float().to(device)
+    eager = tiny.model(tiny.config(), dtype=torch.bfloat16, device=device)
+    data = tiny.sequences((40, 64, 17, 80))
+    weights = tiny.token_weights(data)
+    trainer = tiny.trainer(
+        tiny.saved(eager, tmp_path), device=device, param_dtype="bfloat16", grad_dtype="bfloat16", pack_tokens=128
+    )
+    trainer.forward_backward(tiny.packs(data, max_tokens=128), tiny.WeightedLoss(weights))
+    for model in (exact, eager):
+        oracle_loss(model, data, weights, 1.0, 0.0).backward()
+    streamed = dict(trainer.named_gradients())
+    truth = {n: p.grad for n, p in exact.named_parameters()}
+    ours = torch.stack([(streamed[n].double().cpu() - g.double().cpu()).norm() for n, g in truth.items()])
+    theirs = torch.stack([(p.grad.double() - truth[n].double()).norm().cpu() for n, p in eager.named_parameters()])
+    assert ours.norm() <= 1.05 * theirs.norm()
+    assert (ours <= 1.5 * theirs + 1e-4 * truth["lm_head.weight"].norm().cpu()).all()
+    trainer.close()
+
+
+def test_small_learning_rate_moves_bf16_masters(tmp_path):
+    """At lr 1e-6 a bf16 weight rarely changes; its fp32 master always does, by what fp32 AdamW does."""
+    model = tiny.model(tiny.config(), dtype=torch.bfloat16)
+    directory = tiny.saved(model, tmp_path)
+    exact = tiny.model(tiny.config(), dtype=torch.bfloat16).float()
+    trainer = tiny.trainer(directory, param_dtype="bfloat16", adamw=AdamWConfig(lr=1e-6, weight_decay=0.0, clip_grad=None))
+    optimizer = torch.optim.AdamW(exact.parameters(), lr=1e-6, weight_decay=0.0)
+    data = tiny.sequences()
+    for _ in range(4):
+        trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
+        for name, gradient in trainer.named_gradients():
+            exact.get_parameter(name).grad = gradient.float().clone()
+        trainer.optim_step()
+        optimizer.step()
+    trainer.synchronize()
+    from megatrain_rl.ops.adamw import join_master
+
+    for block in trainer.spec.blocks:
+        state = trainer._optimizer.state[block.name]
+        master = join_master(trainer._store.read(block), state.residual)
+        for name in block.layout.slots:
+            expected = exact.get_parameter(block.names[name])
+            assert (block.layout.view(master, name) - expected).abs().max() <= 2e-7, name
+    trainer.close()
+
+
+def test_no_predicted_token(tmp_path, device):
+    """A pack with nothing to predict adds nothing and breaks nothing."""
+    model = tiny.model(tiny.config())
+    data = tiny.sequences((8, 8))
+    trainer = tiny.trainer(tiny.saved(model, tmp_path), device=device)
+    nothing = [torch.zeros(8, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)]
+    packs = pack_sequences(data, max_tokens=8, predict=nothing)
+    out = trainer.forward_backward(packs, NegativeLogLikelihood(packs), entropy=True)
+    assert out.losses == [0.0, 0.0] and not out.nonfinite_loss
+    assert all(g.abs().max() == 0 for _, g in trainer.named_gradients())
+    assert trainer.optim_step().grad_norm == 0.0
+    trainer.close()
+
+
+def test_predict_mask_selects_log_probs(tmp_path, device):
+    """Masked positions are exactly 0; the others are what they are without a mask, also under temperature per sequence."""
+    model = tiny.model(tiny.config(), device=device)
+    data = tiny.sequences((12, 7, 20))
+    temperature = [0.5, 1.0, 1.7]
+    trainer = tiny.trainer(tiny.saved(model, tmp_path), device=device)
+    predict = [torch.arange(len(s)) >= 4 for s in data]
+    (pack,) = tiny.packs(data, predict=predict, temperature=temperature)
+    (stats,) = trainer.log_probs([pack], entropy=True)
+    truth = oracle.token_stats(model, data, temperature)
+    for i, (start, end) in enumerate(zip(pack.cu_seqlens[:-1], pack.cu_seqlens[1:], strict=True)):
+        row = pack.sequence_ids[i]
+        for ours, theirs in (
+            (stats.log_probs_T, truth.log_probs[row]), (stats.entropy_T, truth.entropies[row])
+        ):  # fmt: skip
+            assert (ours[start : start + 4] == 0).all() and ours[end - 1] == 0
+            assert torch.allclose(ours[start + 4 : end - 1], theirs[4:].detach().cpu(), atol=2e-5)
+    trainer.close()
+
+
+def test_nonfinite_loss_skips_the_step(tmp_path):
+    model = tiny.model(tiny.config())
+    data = tiny.sequences()
+    trainer = tiny.trainer(tiny.saved(model, tmp_path))
+    objective = tiny.WeightedLoss(tiny.token_weights(data))
+    trainer.forward_backward(tiny.packs(data), objective)
+    before = {n: g.clone() for n, g in trainer.named_gradients()}
+
+    class Poisoned:
+        def __call__(self, stats, pack):
+            return ObjectiveOutput(loss=stats.log_probs_T.sum() * float("nan"))
+
+    out = trainer.forward_backward(tiny.packs(data), Poisoned())
+    assert out.nonfinite_loss
+    assert all(torch.equal(g, before[n]) for n, g in trainer.named_gradients())
+    state = {b.name: {k: t.clone() for k, t in trainer._optimizer.state[b.name].tensors().items()} for b in trainer.spec.blocks}
+    weights = {n: w.clone() for n, w in trainer.named_parameters()}
+    result = trainer.optim_step()
+    assert not result.stepped and result.skipped_steps == 1 and result.grad_norm != result.grad_norm
+    assert all(torch.equal(w, weights[n]) for n, w in trainer.named_parameters())
+    for block in trainer.spec.blocks:
+        for key, tensor in trainer._optimizer.state[block.name].tensors().items():
+            assert torch.equal(tensor, state[block.name][key])
+    trainer.forward_backward(tiny.packs(data), objective)
+    assert trainer.optim_step().stepped  # and it goes on
+    trainer.close()
+
+
+def test_infinite_gradient_skips_the_step(tmp_path):
+    model = tiny.model(tiny.config())
+    data = tiny.sequences()
+    trainer = tiny.trainer(tiny.saved(model, tmp_path))
+
+    class Steep:
+        """Finite loss, infinite gradient: sqrt at 0."""
+
+        def __call__(self, stats, pack):
+            return ObjectiveOutput(loss=(stats.log_probs_T * 0).abs().sum().sqrt() + stats.log_probs_T.sum() * 0)
+
+    out = trainer.forward_backward(tiny.packs(data), Steep())
+    assert not out.nonfinite_loss
+    weights = {n: w.clone() for n, w in trainer.named_parameters()}
+    result = trainer.optim_step()
+    assert not result.stepped and result.skipped_steps == 1
+    assert all(torch.equal(w, weights[n]) for n, w in trainer.named_parameters())
+    trainer.close()
+
+
+@pytest.mark.parametrize("kept", ["mmap", "pinned"])
+def test_reference_is_untouched_by_training_and_loading(tmp_path, kept, device):
+    model = tiny.model(tiny.config())
+    data = tiny.sequences()
+    trainer = StreamTrainer.from_pretrained(
+        tiny.saved(model, tmp_path / "m"),
+        config=StreamConfig(reference=kept, pack_tokens=48, **tiny.FP32),
+        adamw=AdamWConfig(lr=1e-2),
+        device=device,
+        reference=True,
+    )
+    packs = tiny.packs(data)
+    start = [s.log_probs_T for s in trainer.log_probs(packs)]
+    for _ in range(2):
+        trainer.forward_backward(packs, tiny.WeightedLoss(tiny.token_weights(data)))
+        trainer.optim_step()
+    trainer.save_checkpoint(tmp_path / "c")
+    trainer.load_checkpoint(tmp_path / "c")
+    policy = [s.log_probs_T for s in trainer.log_probs(packs)]
+    reference = [s.log_probs_T for s in trainer.log_probs(packs, weights="reference")]
+    assert all(torch.equal(a, b) for a, b in zip(start, reference, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(start, policy, strict=True))
+    trainer.close()
+
+
+def test_old_and_new_log_probs_agree_on_equal_packs(tmp_path, device):
+    """The same weights and packs give the same bits forward-only and inside a training sweep: the on-policy ratio is 1."""
+    data = tiny.sequences()
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path), device=device, checkpoint_interval=2)
+    packs = tiny.packs(data, temperature=0.7)
+    old = trainer.log_probs(packs)
+    new = trainer.forward_backward(packs, tiny.WeightedLoss(tiny.token_weights(data))).stats
+    assert all(torch.equal(a.log_probs_T, b.log_probs_T) for a, b in zip(old, new, strict=True))
+    trainer.close()
+
+
+def test_sliding_window_layers(tmp_path, device):
+    """Layers of equal shape but different attention are different structural groups."""
+    config = tiny.config(layers=4, use_sliding_window=True, sliding_window=6, max_window_layers=2)
+    assert len(set(config.layer_types)) == 2
+    model = tiny.model(config, device=device)
+    data = tiny.sequences((30, 5, 17))
+    trainer = tiny.trainer(tiny.saved(model, tmp_path), device=device, pack_tokens=64)
+    (stats,) = trainer.log_probs(tiny.packs(data, max_tokens=64))
+    truth = oracle.token_stats(model, data, [1.0] * 3).log_probs
+    expected = torch.cat([torch.cat([t.detach().cpu(), torch.zeros(1)]) for t in truth])
+    assert torch.allclose(stats.log_probs_T, expected, atol=2e-5)
+    trainer.close()
+
+
+def test_optimizer_names_agree(tmp_path):
+    """`torch` steps the same exact master as `native`, to fp32 rounding."""
+    data = tiny.sequences()
+    directory = tiny.saved(tiny.model(tiny.config(), dtype=torch.bfloat16), tmp_path)
+    results = {}
+    for optimizer in ("native", "torch"):
+        trainer = tiny.trainer(directory, optimizer=optimizer, param_dtype="bfloat16", adamw=AdamWConfig(lr=1e-4))
+        for _ in range(3):
+            trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
+            trainer.optim_step()
+        trainer.synchronize()
+        results[optimizer] = {b.name: trainer._optimizer.state[b.name] for b in trainer.spec.blocks}
+        trainer.close()
+    for name, state in results["native"].items():
+        other = results["torch"][name]
+        assert torch.allclose(state.exp_avg, other.exp_avg, rtol=1e-5, atol=1e-7)
+        assert torch.allclose(state.exp_avg_sq, other.exp_avg_sq, rtol=1e-5, atol=1e-9)
+
+
+def test_loaded_fp32_weights_survive_the_first_step(tmp_path):
+    """Replacing weights replaces the master too: a step at lr 0 changes nothing."""
+    model = tiny.model(tiny.config())
+    data = tiny.sequences()
+    trainer = tiny.trainer(
+        tiny.saved(model, tmp_path), param_dtype="bfloat16", adamw=AdamWConfig(lr=0.0, weight_decay=0.0)
+    )
+    new = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    trainer.load_named_parameters(new.items())
+    trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
+    trainer.optim_step()
+    for name, weight in trainer.named_parameters():
+        assert (weight.float() - new[name]).abs().max() <= new[name].abs().max() / 256
+    with pytest.raises(ValueError, match="not a parameter"):
+        trainer.load_named_parameters([("no.such", torch.zeros(1))])
+    trainer.close()
