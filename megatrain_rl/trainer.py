@@ -268,6 +268,8 @@ class StreamTrainer:
         if self._reference is not None:
             self._reference.close()
         self._store.close()
+        if self._device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     # ---- inside ----
 
@@ -317,6 +319,7 @@ class StreamTrainer:
 
 def _cap_gpu_memory(device: torch.device, cap_bytes: int) -> None:
     """The allocator may reserve so much and no more: an allocation over it is an error here, not a surprise for the engine that
-    shares the card."""
+    shares the card. Expandable segments keep what is reserved close to what is allocated."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)

@@ -8,6 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # oracle.py and tiny.py are modules of the tests
 
+# Tiny tensors: a second OpenMP thread only waits, and on a busy machine it spins while it does.
+torch.set_num_threads(1)
+
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 

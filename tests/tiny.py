@@ -51,7 +51,7 @@ FP32 = dict(param_dtype="float32", grad_dtype="float32")
 def trainer(directory: Path, *, device: str = "cpu", adamw: AdamWConfig | None = None, reference=False, **knobs) -> StreamTrainer:
     return StreamTrainer.from_pretrained(
         directory,
-        config=StreamConfig(**({"pack_tokens": 48} | FP32 | knobs)),
+        config=StreamConfig(**({"pack_tokens": 48, "cpu_threads": 1} | FP32 | knobs)),
         adamw=adamw or AdamWConfig(lr=1e-3),
         device=device,
         reference=reference,
