@@ -70,6 +70,8 @@ class StreamTrainer:
         self.config = config
         self.adamw = adamw
         self.plan = make_plan(spec, config, adamw, reference=reference)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         if device.type == "cuda":
             _cap_gpu_memory(device, self.plan.gpu_cap_bytes)
@@ -320,6 +322,6 @@ class StreamTrainer:
 def _cap_gpu_memory(device: torch.device, cap_bytes: int) -> None:
     """The allocator may reserve so much and no more: an allocation over it is an error here, not a surprise for the engine that
     shares the card. Expandable segments keep what is reserved close to what is allocated."""
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
