@@ -37,8 +37,8 @@ def save(
     state: dict[str, Any],
     companions_of: Path | None,
 ) -> None:
-    """Write everything to `DIRECTORY.tmp-PID`, flush it to disk, and put it in the place of `directory`."""
-    scratch = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
+    """Write everything to `DIRECTORY.tmp`, flush it to disk, and put it in the place of `directory`."""
+    scratch = _beside(directory, "tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
     named = ((block.names[n], store.view(block, n)) for block in spec.blocks for n in block.names)
@@ -52,7 +52,8 @@ def save(
     everything = {"format": FORMAT, "has_optimizer": optimizer is not None, "python_rng": python_rng, **state}
     (scratch / "trainer_state.json").write_text(json.dumps(everything))
     _flush(scratch)
-    old = directory.with_name(f"{directory.name}.old-{os.getpid()}")
+    old = _beside(directory, "old")
+    shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
         os.replace(directory, old)
     os.replace(scratch, directory)
@@ -61,6 +62,8 @@ def save(
 
 def load(directory: Path, spec: DecoderSpec, store: HostStore, optimizer: HostAdamW | None) -> dict[str, Any]:
     """Restore what `save` wrote; returns its `state`. Everything is checked before anything is changed."""
+    if not directory.exists() and _beside(directory, "old").exists():
+        os.replace(_beside(directory, "old"), directory)  # a crash fell between the two renames of `save`
     state_file = directory / "trainer_state.json"
     if not state_file.is_file():
         raise ValueError(f"no checkpoint at {str(directory)!r}: trainer_state.json is missing")
@@ -80,6 +83,10 @@ def load(directory: Path, spec: DecoderSpec, store: HostStore, optimizer: HostAd
                 tensor.copy_(saved[name])
     _restore_rng(directory, state["python_rng"])
     return state
+
+
+def _beside(directory: Path, suffix: str) -> Path:
+    return directory.with_name(f"{directory.name}.{suffix}")
 
 
 def _check_weights(reader: CheckpointReader, spec: DecoderSpec) -> None:

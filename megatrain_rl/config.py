@@ -120,3 +120,4 @@ class AdamWConfig:
         _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two numbers in [0, 1)")
         _require(self.eps > 0, "eps", self.eps, "positive")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "not negative")
+        _require(self.clip_grad is None or self.clip_grad >= 0, "clip_grad", self.clip_grad, "not negative, or null")

@@ -50,20 +50,25 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
     head, per_head_token = _head_bytes(spec, config, train), _head_token_bytes(spec, config)
     token = _token_bytes(spec, config, train)
     layer = spec.max_layer_numel * config.param_torch_dtype.itemsize if train else 0  # one pack's parameter gradients
-    least = fixed + max(head + MIN_HEAD_CHUNK * per_head_token, layer + MIN_PACK_TOKENS * token)
+    least = fixed + max(
+        head + MIN_HEAD_CHUNK * per_head_token + MIN_PACK_TOKENS * _head_pack_token_bytes(spec, config),
+        layer + MIN_PACK_TOKENS * token,
+    )
     if least > cap:
         raise ValueError(
             f"gpu_budget_gb={config.gpu_budget_gb:g} is too small for this model: it needs at least "
             f"{math.ceil((least + CONTEXT_BYTES) / 1e8) / 10:g}; raise gpu_budget_gb or lower ring_depth and num_grad_slabs"
         )
     resident = min(_RESIDENT_BYTES, (cap - least) // 4)
-    head_chunk = min(MAX_HEAD_CHUNK, (cap - fixed - resident - head) // per_head_token)
-    max_tokens = (cap - fixed - resident - layer) // token
+    # a pack must fit its layer phase, and its head phase at the smallest chunk
+    room, pack_token = cap - fixed - resident, _head_pack_token_bytes(spec, config)
+    max_tokens = min((room - layer) // token, (room - head - MIN_HEAD_CHUNK * per_head_token) // pack_token)
     if config.pack_tokens is not None and config.pack_tokens > max_tokens:
         raise ValueError(
             f"pack_tokens={config.pack_tokens} does not fit gpu_budget_gb={config.gpu_budget_gb:g}: at most {max_tokens}; "
             "lower pack_tokens or raise gpu_budget_gb"
         )
+    pack_tokens = config.pack_tokens or min(MAX_PACK_TOKENS, max_tokens)
     host_bytes = _host_bytes(spec, config, train, reference)
     host_limit = int(config.host_budget_gb * 1e9) if config.host_budget_gb else available_host_bytes()
     if host_bytes > host_limit:
@@ -72,9 +77,9 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
             f"{(host_bytes - host_limit) / 1e9:.1f} GB short; use a smaller model, reference=mmap, or set host_budget_gb if more is there"
         )
     return MemoryPlan(
-        pack_tokens=config.pack_tokens or min(MAX_PACK_TOKENS, max_tokens),
+        pack_tokens=pack_tokens,
         max_pack_tokens=max_tokens,
-        head_chunk=max(MIN_HEAD_CHUNK, head_chunk),
+        head_chunk=max(MIN_HEAD_CHUNK, min(MAX_HEAD_CHUNK, (room - head - pack_tokens * pack_token) // per_head_token)),
         slab_numel=slab_numel,
         resident_bytes=resident,
         gpu_cap_bytes=cap,
@@ -133,6 +138,11 @@ def _head_bytes(spec: DecoderSpec, config: StreamConfig, train: bool) -> int:
 def _head_token_bytes(spec: DecoderSpec, config: StreamConfig) -> int:
     """Two fp32 rows (logits, probabilities) and one in the weights' dtype."""
     return spec.vocab_size * (8 + config.param_torch_dtype.itemsize)
+
+
+def _head_pack_token_bytes(spec: DecoderSpec, config: StreamConfig) -> int:
+    """Hidden states, normed states and their gradients of one token of a pack in the head, with the norm's fp32 copies."""
+    return spec.hidden_size * (5 * config.param_torch_dtype.itemsize + 20)
 
 
 def _token_bytes(spec: DecoderSpec, config: StreamConfig, train: bool) -> int:

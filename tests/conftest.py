@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils import logging
 
+logging.disable_progress_bar()
 sys.path.insert(0, str(Path(__file__).parent))  # oracle.py and tiny.py are modules of the tests
 
 # Tiny tensors: a second OpenMP thread only waits, and on a busy machine it spins while it does.

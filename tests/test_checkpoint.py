@@ -1,0 +1,182 @@
+"""Resume equals uninterrupted, to the bit; what is broken is refused before anything changes; a crash costs nothing."""
+
+import json
+import random
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain_rl import checkpoint
+from megatrain_rl.config import AdamWConfig, StreamConfig
+from megatrain_rl.optim.lr_schedule import LRSchedule
+from megatrain_rl.trainer import StreamTrainer
+
+
+def build(directory, dtype="bfloat16", device="cpu") -> StreamTrainer:
+    return StreamTrainer.from_pretrained(
+        directory,
+        config=StreamConfig(pack_tokens=48, cpu_threads=1, param_dtype=dtype, grad_dtype=dtype),
+        adamw=AdamWConfig(lr=1e-3),
+        schedule=LRSchedule(base_lr=1e-3, kind="cosine", warmup_steps=2, total_steps=8),
+        device=device,
+    )
+
+
+def train(trainer: StreamTrainer, steps: int) -> None:
+    """Steps on data from the torch generator, so that a lost generator state would show."""
+    for _ in range(steps):
+        data = [torch.randint(0, tiny.VOCAB, (n,)) for n in tiny.LENGTHS]
+        trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
+        trainer.optim_step()
+        trainer.schedule.step()
+
+
+def state(trainer: StreamTrainer) -> dict[str, torch.Tensor]:
+    everything = {n: w.clone() for n, w in trainer.named_parameters()}
+    for block in trainer.spec.blocks:
+        for key, tensor in trainer._optimizer.state[block.name].tensors().items():
+            everything[f"{block.name}.{key}"] = tensor.clone()
+    return everything
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_resume_equals_uninterrupted(tmp_path, dtype, tied, device, deterministic):
+    directory = tiny.saved(tiny.model(tiny.config(tied=tied)), tmp_path / "model")
+    whole = build(directory, dtype, device)
+    torch.manual_seed(5)
+    train(whole, 3)
+    whole.save_checkpoint(tmp_path / "step_3")
+    train(whole, 3)
+    torch.manual_seed(77)
+    resumed = build(directory, dtype, device)
+    resumed.load_checkpoint(tmp_path / "step_3")
+    assert resumed.schedule.lr == LRSchedule(base_lr=1e-3, kind="cosine", warmup_steps=2, total_steps=8).factor(3) * 1e-3
+    train(resumed, 3)
+    a, b = state(whole), state(resumed)
+    assert not [name for name in a if not torch.equal(a[name], b[name])]
+    whole.close()
+    resumed.close()
+
+
+def test_all_generators_are_restored(tmp_path):
+    import numpy
+
+    trainer = build(tiny.saved(tiny.model(tiny.config()), tmp_path / "model"))
+    trainer.save_checkpoint(tmp_path / "c")
+    expected = (torch.rand(3).tolist(), numpy.random.rand(3).tolist(), random.random())
+    trainer.load_checkpoint(tmp_path / "c")
+    assert (torch.rand(3).tolist(), numpy.random.rand(3).tolist(), random.random()) == expected
+    trainer.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_huggingface_loads_what_is_saved(tmp_path, family, tied, monkeypatch):
+    """One file or several shards: same logits as the trainer's weights, tokenizer files beside them."""
+    directory = tiny.saved(tiny.model(tiny.config(family, tied=tied)), tmp_path / "model")
+    (directory / "tokenizer_config.json").write_text("{}")
+    trainer = build(directory, "float32")
+    train(trainer, 1)
+    for shard_bytes in (1 << 30, 100_000):
+        monkeypatch.setattr("megatrain_rl.model.hf_io.SHARD_BYTES", shard_bytes)
+        trainer.save_checkpoint(tmp_path / "c")
+        saved = tmp_path / "c" / "huggingface"
+        assert (saved / "tokenizer_config.json").is_file()
+        assert len(list(saved.glob("*.safetensors"))) == 1 if shard_bytes > 1e6 else len(list(saved.glob("*.safetensors"))) > 2
+        model, report = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"]
+        assert model.config.architectures
+        for name, weight in trainer.named_parameters():
+            assert torch.equal(model.get_parameter(name), weight), name
+    trainer.close()
+
+
+def test_a_crash_while_saving_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
+    trainer = build(tiny.saved(tiny.model(tiny.config()), tmp_path / "model"))
+    train(trainer, 1)
+    trainer.save_checkpoint(tmp_path / "c")
+    kept = state(trainer)
+    train(trainer, 1)
+    monkeypatch.setattr(checkpoint, "_rng_tensors", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.save_checkpoint(tmp_path / "c")
+    monkeypatch.undo()
+    trainer.load_checkpoint(tmp_path / "c")
+    now = state(trainer)
+    assert all(torch.equal(now[n], kept[n]) for n in kept)
+    trainer.save_checkpoint(tmp_path / "c")  # over an existing one and what the crash left
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "model"]
+    trainer.close()
+
+
+def test_a_crash_between_the_renames_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
+    trainer = build(tiny.saved(tiny.model(tiny.config()), tmp_path / "model"))
+    train(trainer, 1)
+    trainer.save_checkpoint(tmp_path / "c")
+    kept = state(trainer)
+    replace, calls = checkpoint.os.replace, []
+
+    def replace_once(source, target):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(source)
+        replace(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "replace", replace_once)
+    train(trainer, 1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save_checkpoint(tmp_path / "c")
+    monkeypatch.undo()
+    assert not (tmp_path / "c").exists()
+    trainer.load_checkpoint(tmp_path / "c")
+    now = state(trainer)
+    assert all(torch.equal(now[n], kept[n]) for n in kept)
+    trainer.close()
+
+
+def broken(tmp_path, name):
+    directory = tmp_path / "c"
+    file = directory / name
+    if name == "trainer_state.json":
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps(content | {"format": 99}))
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("trainer_state.json", "has format 99"),
+        ("optimizer/layers.2.safetensors", "no optimizer state for layers.2"),
+        ("huggingface/model.safetensors", "has neither"),
+    ],
+)
+def test_a_broken_checkpoint_changes_nothing(tmp_path, name, message):
+    trainer = build(tiny.saved(tiny.model(tiny.config()), tmp_path / "model"))
+    train(trainer, 1)
+    trainer.save_checkpoint(tmp_path / "c")
+    train(trainer, 1)
+    before = state(trainer)
+    broken(tmp_path, name)
+    with pytest.raises(ValueError, match=message):
+        trainer.load_checkpoint(tmp_path / "c")
+    after = state(trainer)
+    assert all(torch.equal(after[n], before[n]) for n in before)
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        trainer.load_checkpoint(tmp_path / "nowhere")
+    trainer.close()
+
+
+def test_another_dtype_is_refused(tmp_path):
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path / "model")
+    trainer = build(directory, "float32")
+    trainer.save_checkpoint(tmp_path / "c")
+    trainer.close()
+    other = build(directory, "bfloat16")
+    with pytest.raises(ValueError, match="written with another param_dtype"):
+        other.load_checkpoint(tmp_path / "c")
+    other.close()

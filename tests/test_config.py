@@ -1,0 +1,92 @@
+"""Settings: validated once, unknown ones named with the nearest known one."""
+
+import dataclasses
+
+import pytest
+import tiny
+
+from megatrain_rl.config import AdamWConfig, StreamConfig
+from megatrain_rl.model.decoder import decoder_spec
+from megatrain_rl.trainer import StreamTrainer
+
+
+def test_misspelt_setting_names_the_nearest():
+    with pytest.raises(ValueError, match="unknown setting actor.megatrain.rng_depth; did you mean actor.megatrain.ring_depth"):
+        StreamConfig.from_mapping({"rng_depth": 3}, prefix="actor.megatrain.")
+
+
+@pytest.mark.parametrize(
+    "knob, value",
+    [
+        ("gpu_budget_gb", 0), ("checkpoint_interval", 0), ("num_grad_slabs", 0), ("ring_depth", 0), ("ring_depth", 1.5),
+        ("pack_tokens", 0), ("optimizer", "sgd"), ("param_dtype", "float16"), ("grad_dtype", "fp8"), ("attention", "eager"),
+        ("reference", "disk"), ("cpu_threads", 0), ("host_budget_gb", -1),
+    ],
+)  # fmt: skip
+def test_bad_value_names_the_setting(knob, value):
+    with pytest.raises(ValueError, match=f"^{knob}="):
+        StreamConfig(**{knob: value})
+
+
+@pytest.mark.parametrize(
+    "knob, value", [("lr", -1), ("betas", (0.9, 1.0)), ("eps", 0.0), ("weight_decay", -0.1), ("clip_grad", -1.0)]
+)
+def test_bad_adamw_value(knob, value):
+    with pytest.raises(ValueError, match=f"^{knob}="):
+        AdamWConfig(**{knob: value})
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        StreamConfig().ring_depth = 3
+
+
+def test_unknown_model_type():
+    config = tiny.config()
+    config.model_type = "mamba9"
+    with pytest.raises(ValueError, match="model_type='mamba9' is not supported by the streaming trainer; supported: llama"):
+        decoder_spec(config)
+
+
+def test_dropout_is_refused():
+    with pytest.raises(ValueError, match="attention_dropout=0.1: dropout is not supported"):
+        decoder_spec(tiny.config(attention_dropout=0.1))
+
+
+def test_attention_that_cannot_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="attention=varlen needs CUDA"):
+        tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path), attention="varlen")
+
+
+def load(directory):
+    return StreamTrainer.from_pretrained(directory, config=StreamConfig(), adamw=AdamWConfig(), device="cpu")
+
+
+def test_missing_model_files_are_one_clear_error(tmp_path):
+    with pytest.raises(ValueError, match="is not a directory"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="has no config.json"):
+        load(tmp_path)
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path / "model")
+    (directory / "model.safetensors").rename(directory / "elsewhere")
+    with pytest.raises(ValueError, match="has neither model.safetensors nor model.safetensors.index.json"):
+        load(directory)
+
+
+def test_missing_shard_and_tensor(tmp_path):
+    directory = tmp_path / "model"
+    tiny.model(tiny.config()).save_pretrained(directory, max_shard_size="100KB")
+    shards = sorted(directory.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    trainer = load(directory)
+    trainer.close()
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=f"the index names {shards[1].name}, which is missing"):
+        load(directory)
+
+
+def test_config_that_does_not_match_the_weights(tmp_path):
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
+    tiny.config(intermediate_size=96).save_pretrained(directory)
+    with pytest.raises(ValueError, match=r"gate_proj.weight' has shape \(160, 64\), config.json implies \(96, 64\)"):
+        load(directory)

@@ -1,0 +1,71 @@
+"""Chunked log-probs and entropies against plain log_softmax and autograd; bf16 no worse than eager."""
+
+import pytest
+import torch
+
+from megatrain_rl.head import head_backward, head_forward
+
+P, V, H = 37, 211, 48
+
+
+def inputs(device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(P, H, generator=generator)
+    weight = torch.randn(V, H, generator=generator) * 0.3
+    targets = torch.randint(0, V, (P,), generator=generator)
+    temperature = torch.rand(P, generator=generator) + 0.3
+    grads = torch.randn(2, P, generator=generator)
+    return [x.to(device) for x in (hidden.to(dtype), weight.to(dtype), targets, temperature, *grads)]
+
+
+def plain(hidden, weight, targets, temperature):
+    logits = (hidden @ weight.t()).float() / temperature[:, None]
+    log_p = torch.log_softmax(logits, -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 36, 37, 1000])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_equals_plain_in_fp32(device, chunk, with_entropy):
+    hidden, weight, targets, temperature, g_log_p, g_entropy = inputs(device)
+    log_p, entropy = head_forward(hidden, weight, targets, temperature, chunk=chunk, entropy=True)
+    leaf_hidden, leaf_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    true_log_p, true_entropy = plain(leaf_hidden, leaf_weight, targets, temperature)
+    assert torch.allclose(log_p, true_log_p, atol=1e-5)
+    assert torch.allclose(entropy, true_entropy, atol=1e-5)
+    ((true_log_p * g_log_p).sum() + with_entropy * (true_entropy * g_entropy).sum()).backward()
+    total = torch.ones(V, H, device=device)  # gradients are added to what is there
+    grad = head_backward(
+        hidden, weight, targets, temperature, g_log_p, g_entropy if with_entropy else None, total, chunk=chunk
+    )
+    assert torch.allclose(grad, leaf_hidden.grad, atol=2e-5)
+    assert torch.allclose(total - 1, leaf_weight.grad, atol=2e-5)
+
+
+def test_no_entropy_asked_none_given(device):
+    hidden, weight, targets, temperature, *_ = inputs(device)
+    assert head_forward(hidden, weight, targets, temperature, chunk=8, entropy=False)[1] is None
+
+
+def test_nothing_predicted(device):
+    hidden, weight, targets, temperature, g, _ = (x[:0] if x.shape[0] == P else x for x in inputs(device))
+    log_p, entropy = head_forward(hidden, weight, targets, temperature, chunk=8, entropy=True)
+    assert log_p.shape == entropy.shape == (0,)
+    total = torch.zeros(V, H, device=device)
+    assert head_backward(hidden, weight, targets, temperature, g, None, total, chunk=8).shape == (0, H)
+    assert total.abs().max() == 0
+
+
+def test_bf16_is_no_worse_than_eager(device):
+    hidden, weight, targets, temperature, g_log_p, g_entropy = inputs(device, torch.bfloat16)
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        h, w = hidden.to(dtype).clone().requires_grad_(), weight.to(dtype).clone().requires_grad_()
+        log_p, entropy = plain(h, w, targets, temperature)
+        ((log_p * g_log_p).sum() + (entropy * g_entropy).sum()).backward()
+        results.append([x.detach().double() for x in (log_p, entropy, h.grad, w.grad)])
+    total = torch.zeros(V, H, device=device)
+    log_p, entropy = head_forward(hidden, weight, targets, temperature, chunk=16, entropy=True)
+    grad = head_backward(hidden, weight, targets, temperature, g_log_p, g_entropy, total, chunk=16)
+    for ours, exact, eager in zip((log_p, entropy, grad, total), *results, strict=True):
+        assert (ours.double() - exact).norm() <= 1.05 * (eager - exact).norm()
