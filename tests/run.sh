@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The test suite in a virtual environment of its own.
+#   bash tests/run.sh [pytest arguments]
+# TEST_VENV: folder of the environment (default .venv-test, made when missing, reused afterwards).
+# TORCH_SPEC: torch to install when none is there yet (default torch==2.13.0).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${TEST_VENV:-.venv-test}
+if [ ! -x "$venv/bin/python" ]; then
+    "${PYTHON:-python3}" -m venv "$venv"
+fi
+python=$venv/bin/python
+if ! "$python" -c "import torch" 2>/dev/null; then
+    "$python" -m pip install --quiet "${TORCH_SPEC:-torch==2.13.0}"
+fi
+"$python" -m pip install --quiet uv setuptools wheel ninja
+# deepspeed has no wheels: it is built against the torch that is installed, its own ops on first use
+DS_BUILD_OPS=0 "$python" -m uv pip install --quiet --python "$python" \
+    --no-build-isolation-package deepspeed --editable ".[dev,deepspeed,bench]"
+exec "$python" -m pytest "$@"
