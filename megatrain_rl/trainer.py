@@ -8,6 +8,7 @@
 Not thread-safe: one caller at a time. The host optimizer runs on a thread of its own; every reader of weights waits for it.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Literal, Sequence
@@ -30,6 +31,8 @@ from megatrain_rl.optim.lr_schedule import LRSchedule
 from megatrain_rl.planner import check_layer_inputs, check_packs, make_plan
 from megatrain_rl.streaming.executor import StreamExecutor
 from megatrain_rl.streaming.schedule import LayerSchedule
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,13 @@ class StreamTrainer:
         self.plan = make_plan(spec, config, adamw, reference=reference)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        log.info(
+            "streaming %.2f B parameters: packs of %d tokens, longest sequence %d, %.1f GB of host RAM",
+            spec.num_parameters / 1e9,
+            self.plan.pack_tokens,
+            self.plan.max_pack_tokens,
+            self.plan.host_bytes / 1e9,
+        )
         self._device = device
         if device.type == "cuda":
             _cap_gpu_memory(device, self.plan.gpu_cap_bytes)
@@ -261,8 +271,7 @@ class StreamTrainer:
         self._wait_for_optimizer()
 
     def close(self) -> None:
-        """Stop the threads and give the host memory back."""
-        self._wait_for_optimizer()
+        """Stop the threads and give the host memory back, also after an error."""
         self._executor.close()
         if self._optimizer is not None:
             self._optimizer.close()

@@ -1,6 +1,8 @@
 """What only a GPU can show: real widths against eager bf16, memory promises, injected delays."""
 
 import os
+import sys
+import types
 
 import pytest
 import tiny
@@ -139,6 +141,34 @@ def test_the_budget_is_kept_at_real_width(budget):
     assert context <= CONTEXT_BYTES
     assert reserved + context <= budget * 1e9
     trainer.close()
+
+
+def test_flash_attn_is_called_as_its_interface_says(tmp_path, monkeypatch):
+    """flash-attn itself need not be installed: a stand-in with its documented signature computes by torch's varlen kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    from megatrain_rl.model.attention import _VARLEN_GQA
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+        window_size=(-1, -1),
+    ):  # fmt: skip
+        assert causal and dropout_p == 0.0
+        return varlen_attn(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=softmax_scale,
+            window_size=(window_size[0], 0), **_VARLEN_GQA,
+        )  # fmt: skip
+
+    stand_in = types.ModuleType("flash_attn")
+    stand_in.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    directory = tiny.saved(tiny.model(tiny.config(), dtype=torch.bfloat16), tmp_path)
+    results = []
+    for attention in ("varlen", "flash_attn"):
+        trainer = tiny.trainer(directory, device="cuda", attention=attention, param_dtype="bfloat16")
+        results.append([s.log_probs_T for s in trainer.log_probs(tiny.packs(tiny.sequences()))])
+        trainer.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["varlen", "sdpa"])

@@ -8,6 +8,7 @@ import torch
 
 from megatrain_rl.batch import pack_sequences
 from megatrain_rl.config import AdamWConfig, StreamConfig
+from megatrain_rl.model.decoder import decoder_spec
 from megatrain_rl.objectives import NegativeLogLikelihood, ObjectiveOutput
 from megatrain_rl.trainer import StreamTrainer
 
@@ -271,6 +272,33 @@ def test_sliding_window_layers(tmp_path, device):
     expected = torch.cat([torch.cat([t.detach().cpu(), torch.zeros(1)]) for t in truth])
     assert torch.allclose(stats.log_probs_T, expected, atol=2e-5)
     trainer.close()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_rope_scaling_holds_at_long_positions(tmp_path, rope):
+    model = tiny.model(tiny.config("llama", layers=2, rope_parameters={"rope_theta": 10000.0, **rope}))
+    data = tiny.sequences((150, 20))
+    trainer = tiny.trainer(tiny.saved(model, tmp_path), pack_tokens=200)
+    (stats,) = trainer.log_probs(tiny.packs(data, max_tokens=200))
+    truth = oracle.token_stats(model, data, [1.0] * 2).log_probs
+    expected = torch.cat([torch.cat([t.detach(), torch.zeros(1)]) for t in truth])
+    assert torch.allclose(stats.log_probs_T, expected, atol=2e-5)
+    trainer.close()
+
+
+def test_rope_that_depends_on_the_longest_sequence_is_refused():
+    config = tiny.config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    with pytest.raises(ValueError, match="rope_type='dynamic' is not supported; supported: default"):
+        decoder_spec(config)
 
 
 def test_optimizer_names_agree(tmp_path):

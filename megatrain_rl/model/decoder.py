@@ -17,6 +17,7 @@ from megatrain_rl.model.layout import LayerLayout
 
 EMBED_WEIGHT = "embed_tokens.weight"
 HEAD_WEIGHT = "lm_head.weight"
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,14 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop"):
         if config.to_dict().get(name):
             raise ValueError(f"{name}={config.to_dict()[name]}: dropout is not supported; set {name}=0 in the model's config")
+    _check_rope(config)
     register_attention()
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     model.train()
     model.config._attn_implementation = ATTENTION_NAME
+    model.config.architectures = [type(model).__name__]  # serving engines look a saved checkpoint up by it
     tied = bool(model.config.tie_word_embeddings)
     layers = model.get_submodule(family.layers)
     embed = model.get_submodule(family.embed)
@@ -112,6 +115,14 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
         rotary_class=rotary_class,
         tied=tied,
     )
+
+
+def _check_rope(config: PretrainedConfig) -> None:
+    """Position encodings must depend on the position alone: some kinds rescale by the longest sequence they are run with, which in
+    a pack would be a neighbour's."""
+    rope_type = (config.to_dict().get("rope_parameters") or {}).get("rope_type", "default")
+    if rope_type not in _ROPE_TYPES:
+        raise ValueError(f"rope_type={rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}")
 
 
 def _module_block(name: str, module: nn.Module, prefix: str) -> Block:
