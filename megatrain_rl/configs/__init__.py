@@ -1,0 +1,1 @@
+"""Hydra config groups (package data), found through verl_plugin/hydra_groups.py."""

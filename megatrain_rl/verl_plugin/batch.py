@@ -1,0 +1,129 @@
+"""VERL's TensorDict becomes packs, and results go back into its row order.
+
+Rows of a mini-batch are sequences without padding, in all three layouts VERL has: RL with nested fields (v1), RL with
+padded fields beside nested `input_ids` (v0), and SFT with a full-length nested `loss_mask`. Everything is on the CPU.
+B rows, T tokens of a pack; entry t of a sequence speaks of the prediction of token t+1. Called by engine.py and loss.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from megatrain_rl.batch import PackedBatch, pack_sequences
+from megatrain_rl.objectives import TokenStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """sequences: token ids of each row. offsets: int64 (B+1,), those of `input_ids`.
+
+    predict: per row, where a log-prob is wanted. temperature: one for all, or one per row.
+    """
+
+    sequences: list[Tensor]
+    offsets: Tensor
+    predict: list[Tensor]
+    temperature: float | list[float]
+
+    def packs(self, *, max_tokens: int, max_sequences: int | None) -> list[PackedBatch]:
+        return pack_sequences(
+            self.sequences,
+            max_tokens=max_tokens,
+            max_sequences=max_sequences,
+            predict=self.predict,
+            temperature=self.temperature,
+        )
+
+    def in_row_order(self, values: list[Tensor], packs: list[PackedBatch]) -> Tensor:
+        """Per-token values of each pack, as one jagged tensor with exactly the offsets of `input_ids`."""
+        rows: list[Tensor] = [torch.empty(0)] * len(self.sequences)
+        for value_T, pack in zip(values, packs, strict=True):
+            for row, piece in zip(pack.sequence_ids, value_T.split(pack.cu_seqlens.diff().tolist()), strict=True):
+                rows[row] = piece
+        return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets=self.offsets)
+
+    def model_output(self, stats: list[TokenStats], packs: list[PackedBatch]) -> dict[str, Tensor]:
+        """VERL's `model_output` of a whole mini-batch."""
+        output = {"log_probs": self.in_row_order([s.log_probs_T for s in stats], packs)}
+        entropies = [s.entropy_T for s in stats if s.entropy_T is not None]
+        if entropies:
+            output["entropy"] = self.in_row_order(entropies, packs)
+        return output
+
+
+def read(data: TensorDict, *, predict: list[Tensor]) -> MiniBatch:
+    """The rows of `data` with log-probs wanted where `predict` says."""
+    temperature = data["temperature"]
+    if isinstance(temperature, Tensor):
+        temperature = temperature.flatten().tolist()
+    input_ids = nested_input_ids(data)
+    return MiniBatch(
+        sequences=[row.cpu() for row in input_ids.unbind()],
+        offsets=input_ids.offsets().cpu().long(),
+        predict=predict,
+        temperature=temperature,
+    )
+
+
+def nested_input_ids(data: TensorDict) -> Tensor:
+    input_ids = data["input_ids"]
+    if not input_ids.is_nested:
+        raise ValueError("input_ids are padded: set data.pad_mode=no_padding")
+    if "position_ids" in data and data["position_ids"].dim() > 2:
+        raise ValueError("position_ids have several axes (a vision model): strategy megatrain supports text models")
+    return input_ids
+
+
+def lengths(data: TensorDict) -> list[int]:
+    return nested_input_ids(data).offsets().diff().tolist()
+
+
+def has_responses(data: TensorDict) -> bool:
+    """Whether `data` is an RL batch: prompts with responses, whose fields cover the response only."""
+    return "prompts" in data and "responses" in data
+
+
+def response_lengths(data: TensorDict) -> list[int]:
+    """Tokens of each row's response; in the v0 layout the padding of `responses` is not counted."""
+    responses = data["responses"]
+    if responses.is_nested:
+        return responses.offsets().diff().tolist()
+    return data["attention_mask"][:, -responses.shape[1] :].sum(dim=1).tolist()
+
+
+def everywhere(data: TensorDict) -> list[Tensor]:
+    """Every position that has a next token."""
+    return [torch.arange(n) < n - 1 for n in lengths(data)]
+
+
+def at_responses(data: TensorDict) -> list[Tensor]:
+    """The positions that predict a response token: the only ones VERL's RL trainers and losses read."""
+    rows = zip(lengths(data), response_lengths(data), strict=True)
+    return [_last(n, torch.ones(r, dtype=torch.bool)) for n, r in rows]
+
+
+def at_response_mask(data: TensorDict) -> list[Tensor]:
+    """The positions that predict a response token with mask 1: the only ones that VERL's policy losses count."""
+    rows = zip(lengths(data), response_lengths(data), data["response_mask"].unbind(), strict=True)
+    return [_last(n, mask[:r].cpu().bool()) for n, r, mask in rows]
+
+
+def at_loss_mask(data: TensorDict) -> list[Tensor]:
+    """The positions that predict a token with `loss_mask` 1, for a mask as long as the sequence (SFT)."""
+    masks = data["loss_mask"].unbind()
+    return [torch.cat([mask[1:].cpu().bool(), torch.zeros(1, dtype=torch.bool)]) for mask in masks]
+
+
+def _last(length: int, response: Tensor) -> Tensor:
+    """bool (length,): `response` at the positions that predict the last len(response) tokens."""
+    predict = torch.zeros(length, dtype=torch.bool)
+    predict[length - len(response) - 1 : length - 1] = response
+    return predict
+
+
+def flag(data: TensorDict, key: str) -> bool:
+    """A non-tensor switch that VERL may leave out, meaning off."""
+    return bool(tu.get_non_tensor_data(data=data, key=key, default=False))

@@ -1,0 +1,245 @@
+"""MegaTrainEngine: VERL's BaseEngine on StreamTrainer. VERL finds it under strategy "megatrain", on cuda and cpu.
+
+Invariants: one process is one data-parallel rank; weights, gradients and optimizer state never move (`to` does
+nothing); within `disable_adapter()` log-probs are the frozen reference's. VERL calls it from one thread.
+"""
+
+import contextlib
+import logging
+import os
+from typing import Any, Iterator
+
+import torch
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.py_functional import append_to_dict
+from verl.workers.config import EngineConfig, HFModelConfig, OptimizerConfig
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+
+from megatrain_rl.batch import PackedBatch
+from megatrain_rl.config import StreamConfig
+from megatrain_rl.trainer import StreamTrainer
+from megatrain_rl.verl_plugin import batch, checkpoint, preflight
+from megatrain_rl.verl_plugin.config import REFERENCE_MARKER, MegaTrainEngineConfig, adamw_config, lr_schedule
+from megatrain_rl.verl_plugin.loss import LossFunction, VerlObjective, predict_mask
+from megatrain_rl.verl_plugin.weight_sync import stream_weights
+
+logger = logging.getLogger(__name__)
+
+# Without our engine config (strategy set on model_engine=dp) the size of VERL's bucket is unknown: assume a small one.
+_UNKNOWN_BUCKET_MEGABYTES = 256
+
+
+class _EngineMode(BaseEngineCtx):
+    """Train or eval mode. They nest: leaving the inner one returns to the outer. Leaving train mode drops gradients."""
+
+    def __enter__(self) -> None:
+        self._outer = self.engine.mode
+        super().__enter__()
+
+    def __exit__(self, exc_type, exc_value, traceback) -> None:
+        if self.mode == "train" and (self.zero_grad_on_exit or exc_type is not None):
+            self.engine.optimizer_zero_grad()
+        super().__exit__(exc_type, exc_value, traceback)
+        self.engine.mode = self._outer
+
+
+@EngineRegistry.register(model_type="language_model", backend="megatrain", device=["cuda", "cpu"])
+class MegaTrainEngine(BaseEngine):
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: EngineConfig,
+        optimizer_config: OptimizerConfig | None,
+        checkpoint_config: CheckpointConfig,
+        **kwargs: Any,
+    ):
+        super().__init__()
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = None if engine_config.forward_only else optimizer_config
+        self.mode: str | None = None
+        self.trainer: StreamTrainer | None = None
+        self._skipped_steps = 0
+        self._weights = "policy"
+        preflight.check_engine(
+            model=model_config,
+            engine=engine_config,
+            optim=self.optimizer_config,
+            world_size=torch.distributed.get_world_size(),
+            load_contents=list(checkpoint_config.load_contents),
+        )
+
+    # ---- facts VERL asks for before initialize() ----
+
+    is_param_offload_enabled = False
+    is_optimizer_offload_enabled = False
+
+    def get_data_parallel_size(self) -> int:
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
+        # a group and not None: without one VERL's worker hands on metrics in a shape that it cannot flatten
+        return torch.distributed.group.WORLD
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Nothing to move: state lives in host RAM, and the GPU holds only what the budget allows."""
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+
+    # ---- life cycle ----
+
+    def initialize(self) -> None:
+        """Load the model. The reference is taken here, from the model's files, so before any checkpoint is loaded."""
+        config = self._stream_config()
+        # Ray sets OMP_NUM_THREADS=1 in its workers
+        torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
+        optim = self.optimizer_config
+        self.trainer = StreamTrainer.from_pretrained(
+            self.model_config.local_path,
+            config=config,
+            adamw=None if optim is None else adamw_config(optim),
+            schedule=None if optim is None else lr_schedule(optim),
+            device=get_device_name(),
+            reference=self._keeps_reference(),
+            hf_config=self.model_config.hf_config,
+        )
+
+    def _stream_config(self) -> StreamConfig:
+        if isinstance(self.engine_config, MegaTrainEngineConfig):
+            return self.engine_config.stream_config()
+        return StreamConfig()
+
+    def _keeps_reference(self) -> bool:
+        """Whether this engine also serves as the frozen reference; see configs/megatrain_extra and verl_patches."""
+        config = self.engine_config
+        if config.forward_only or self.model_config.lora_adapter_path != REFERENCE_MARKER:
+            return False
+        if isinstance(config, MegaTrainEngineConfig):
+            return config.reference_for_kl_loss or config.reference_for_kl_in_reward
+        return True  # the marker was set by verl_patches.ref_in_actor, which does so only if a KL term needs it
+
+    def train_mode(self, **kwargs: Any) -> _EngineMode:
+        return _EngineMode(self, "train", **kwargs)
+
+    def eval_mode(self, **kwargs: Any) -> _EngineMode:
+        return _EngineMode(self, "eval", **kwargs)
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """VERL's question for reference log-probs: the same pipeline reads the frozen weights meanwhile."""
+        if not self._keeps_reference():
+            raise ValueError(
+                "reference log-probs were asked of an engine without a reference: set "
+                "actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true"
+            )
+        self._weights = "reference"
+        try:
+            yield
+        finally:
+            self._weights = "policy"
+
+    # ---- one step ----
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """A whole mini-batch: packs, log-probs, VERL's loss per pack and, unless forward only, gradients."""
+        entropy = batch.flag(data, "calculate_entropy")
+        mini_batch = batch.read(data, predict=predict_mask(data, loss_function))
+        packs = mini_batch.packs(**self._pack_limits(data))
+        objective = None
+        if loss_function is not None:
+            objective = VerlObjective(loss_function, data, self.get_data_parallel_group())
+        if forward_only:
+            output, stats = self._infer(packs, objective, entropy)
+        else:
+            output, stats = self._train(packs, objective, entropy)
+        output["model_output"] = {}
+        if forward_only or batch.flag(data, "return_model_output"):
+            output["model_output"] = mini_batch.model_output(stats, packs)
+        return output
+
+    def _pack_limits(self, data: TensorDict) -> dict[str, int | None]:
+        """VERL's micro-batch settings bound a pack, within what the trainer can hold."""
+        if tu.get_non_tensor_data(data=data, key="force_group_size", default=1) > 1:
+            raise ValueError("force_group_size > 1: strategy megatrain does not keep groups of rows in one micro-batch")
+        if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+            return {"max_tokens": min(data["max_token_len_per_gpu"], self.trainer.pack_tokens), "max_sequences": None}
+        return {"max_tokens": self.trainer.pack_tokens, "max_sequences": data["micro_batch_size_per_gpu"]}
+
+    def _infer(self, packs: list[PackedBatch], objective: VerlObjective | None, entropy: bool):
+        stats = self.trainer.log_probs(packs, entropy=entropy, weights=self._weights)
+        losses, metrics = [], {}
+        if objective is not None:
+            for pack_stats, pack in zip(stats, packs, strict=True):
+                result = objective(pack_stats, pack)
+                losses.append(float(result.loss))
+                append_to_dict(metrics, result.metrics)
+        return {"loss": losses, "metrics": metrics}, stats
+
+    def _train(self, packs: list[PackedBatch], objective: VerlObjective, entropy: bool):
+        assert self._weights == "policy", "the reference is never trained"
+        out = self.trainer.forward_backward(packs, objective, entropy=entropy)
+        metrics: dict[str, Any] = {}
+        for pack_metrics in out.metrics:
+            append_to_dict(metrics, pack_metrics)
+        return {"loss": list(out.losses), "metrics": metrics}, out.stats
+
+    def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
+        """VERL's, plus in RL the optimizer steps skipped so far because a loss or the gradient norm was not finite."""
+        outputs = super().train_batch(data, loss_function)
+        if batch.has_responses(data):
+            # RL flattens lists over ranks and mini-batches and names it actor/skipped_steps; SFT would log the list
+            outputs["metrics"]["skipped_steps"] = [float(self._skipped_steps)]
+        return outputs
+
+    def optimizer_zero_grad(self) -> None:
+        self.trainer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """The gradient norm before clipping."""
+        result = self.trainer.optim_step()
+        self._skipped_steps = result.skipped_steps
+        if not result.stepped:
+            logger.warning("optimizer step skipped: the loss or the gradient norm (%s) is not finite", result.grad_norm)
+        return result.grad_norm
+
+    def lr_scheduler_step(self) -> float:
+        return self.trainer.schedule.step()
+
+    # ---- weights out, checkpoints ----
+
+    def get_per_tensor_param(self, **kwargs: Any):
+        """(name, tensor) of every parameter for the rollout engine, and no adapter."""
+        megabytes = _UNKNOWN_BUCKET_MEGABYTES
+        if isinstance(self.engine_config, MegaTrainEngineConfig):
+            megabytes = self.engine_config.sync_bucket_megabytes
+        return stream_weights(self.trainer, device=get_device_name(), bucket_bytes=megabytes << 20), None
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if hdfs_path is not None:
+            raise ValueError(f"trainer.default_hdfs_dir ({hdfs_path}): set it to null, copy trainer.default_local_dir")
+        self.trainer.save_checkpoint(local_path)
+        checkpoint.remove_oldest(local_path, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **kwargs: Any
+    ) -> None:
+        """`del_local_after_load` is about copies of remote files, of which there are none."""
+        if local_path is not None:
+            self.trainer.load_checkpoint(checkpoint.require(local_path))

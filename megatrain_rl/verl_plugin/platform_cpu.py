@@ -1,0 +1,104 @@
+"""A CPU platform for VERL, which ships only accelerators: chosen by VERL_PLATFORM=cpu, never detected.
+
+`ray_resource_name` is "GPU" because VERL's resource check counts only GPUs and NPUs: a CPU run gives Ray logical ones
+with `+ray_kwargs.ray_init.num_gpus=1`. Imported by register.py when VERL's platform registry exists.
+"""
+
+import contextlib
+import types
+from typing import Iterator
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+class _CpuDeviceModule(types.ModuleType):
+    """torch.cpu plus what VERL calls of torch.cuda; there is no device memory, so its figures are 0."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch.cpu, name)
+
+
+def _device_module() -> types.ModuleType:
+    module = _CpuDeviceModule("megatrain_rl_cpu_device")
+    for name in ("empty_cache", "ipc_collect", "synchronize", "set_device", "reset_peak_memory_stats"):
+        setattr(module, name, lambda *args, **kwargs: None)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(module, name, lambda *args, **kwargs: 0)
+    module.manual_seed = module.manual_seed_all = torch.manual_seed
+    module.mem_get_info = lambda *args, **kwargs: (0, 0)
+    module.is_available = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: "cpu"
+    module.get_device_name = lambda *args, **kwargs: "cpu"
+    return module
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _device_module()
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return False
+
+    def current_device(self) -> str:
+        # VERL does `tensor.to(get_device_id())`, where an int would mean an accelerator
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextlib.contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None

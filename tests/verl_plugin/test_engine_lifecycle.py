@@ -1,0 +1,168 @@
+"""An engine around its steps: modes, mini-batches and epochs, the reference, checkpoints, weights."""
+
+import pytest
+import torch
+from verl_cases import assert_same_weights, make_engine, optimizer_config, policy_loss, rl_rows, v1_batch, weights
+
+from megatrain_rl.verl_plugin import checkpoint
+from megatrain_rl.verl_plugin.weight_sync import stream_weights
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def train(engine, seed):
+    with engine.train_mode():
+        engine.train_batch(v1_batch(rl_rows(seed=seed)), policy_loss())
+        engine.lr_scheduler_step()
+
+
+def log_probs(engine):
+    with engine.eval_mode():
+        return engine.infer_batch(v1_batch(rl_rows()))["model_output"]["log_probs"].values()
+
+
+def with_reference(model, **knobs):
+    from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
+
+    return make_engine(
+        model, model_settings={"lora_adapter_path": REFERENCE_MARKER}, reference_for_kl_loss=True, **knobs
+    )
+
+
+def test_modes_nest(tiny_model):
+    engine = make_engine(tiny_model)
+    with engine.train_mode():
+        with engine.train_mode(disable_auto_offload=True):
+            assert engine.mode == "train"
+        assert engine.mode == "train"
+        with engine.eval_mode():
+            assert engine.mode == "eval"
+        assert engine.mode == "train"
+    assert engine.mode is None
+
+
+def test_worker_runs_mini_batches_and_epochs(tiny_model):
+    """VERL's own TrainingWorker: 4 mini-batches (2 per epoch) are 4 optimizer steps and one scheduler step."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import HFModelConfig, TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker
+
+    from megatrain_rl.verl_plugin.config import engine_config
+
+    worker = TrainingWorker(
+        config=TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=HFModelConfig(path=tiny_model),
+            engine_config=engine_config(param_dtype="float32", optimizer="torch"),
+            optimizer_config=optimizer_config(lr_warmup_steps=10),
+            checkpoint_config=CheckpointConfig(),
+        )
+    )
+    worker.reset()
+    worker.set_loss_fn(policy_loss(use_kl_loss=True))
+    data = v1_batch(rl_rows(rows=8), mini_batch_size=4, epochs=2, seed=1, dataloader_kwargs={"shuffle": False})
+    metrics = tu.get(worker.train_mini_batch(data), "metrics")
+    assert len(metrics["grad_norm"]) == 4 and all(norm > 0 for norm in metrics["grad_norm"])
+    assert metrics["skipped_steps"] == [0.0] * 4
+    assert [lr for lr in metrics["lr"] if lr is not None] == [pytest.approx(1e-3)]
+    output = worker.infer_batch(v1_batch(rl_rows(rows=8), compute_loss=False, global_token_num=[10] * 8))
+    assert output["log_probs"].is_nested
+
+
+def test_reference_is_frozen_and_exact(tiny_model):
+    engine = with_reference(tiny_model)
+    before = log_probs(engine)
+    for seed in range(3):
+        train(engine, seed)
+    with engine.disable_adapter():
+        reference = log_probs(engine)
+    torch.testing.assert_close(reference, before, rtol=0, atol=0)
+    assert (log_probs(engine) - before).abs().max() > 1e-3
+
+
+def test_reference_survives_resume(tiny_model, tmp_path):
+    engine = with_reference(tiny_model)
+    before = log_probs(engine)
+    train(engine, 0)
+    engine.save_checkpoint(str(tmp_path / "global_step_1" / "actor"), None, 1, None)
+    resumed = with_reference(tiny_model)
+    resumed.load_checkpoint(str(tmp_path / "global_step_1" / "actor"), None, False)
+    torch.testing.assert_close(log_probs(resumed), log_probs(engine), rtol=0, atol=0)
+    with resumed.disable_adapter():
+        torch.testing.assert_close(log_probs(resumed), before, rtol=0, atol=0)
+
+
+def test_no_reference_without_a_kl_term(tiny_model):
+    engine = make_engine(tiny_model)
+    with pytest.raises(ValueError, match="use_kl_loss=true"), engine.disable_adapter():
+        pass
+
+
+def test_forward_only_engine(tiny_model):
+    """The separate reference: no optimizer, same log-probs."""
+    engine = make_engine(tiny_model, forward_only=True)
+    torch.testing.assert_close(log_probs(engine), log_probs(make_engine(tiny_model)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+def test_resume_equals_uninterrupted(tiny_model, tmp_path, kind):
+    optim = {"lr_scheduler_type": kind, "lr_warmup_steps": 2, "total_training_steps": 6}
+    engine = make_engine(tiny_model, optim=optimizer_config(**optim))
+    train(engine, 0)
+    train(engine, 1)
+    path = str(tmp_path / "global_step_2")
+    engine.save_checkpoint(local_path=path, global_step=2, max_ckpt_to_keep=None)
+    train(engine, 2)
+    resumed = make_engine(tiny_model, optim=optimizer_config(**optim))
+    resumed.load_checkpoint(path)
+    train(resumed, 2)
+    assert_same_weights(weights(resumed), weights(engine), atol=0)
+    assert resumed.lr_scheduler_step() == engine.lr_scheduler_step()
+
+
+def test_checkpoint_is_a_hf_model(tiny_model, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    engine = make_engine(tiny_model)
+    train(engine, 0)
+    engine.save_checkpoint(local_path=str(tmp_path / "global_step_1"), global_step=1)
+    folder = tmp_path / "global_step_1" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert_same_weights(weights(engine), {n: p.detach() for n, p in model.named_parameters()}, atol=0)
+    assert len(AutoTokenizer.from_pretrained(folder)) > 0
+
+
+def test_missing_checkpoint_is_one_clear_error(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint at .*global_step_7.*resume"):
+        make_engine(tiny_model).load_checkpoint(str(tmp_path / "global_step_7"))
+
+
+@pytest.mark.parametrize("role", ["", "actor"])
+def test_oldest_checkpoints_go_by_number(tmp_path, role):
+    for step in (2, 9, 10, 30):
+        (tmp_path / f"global_step_{step}" / role / "huggingface").mkdir(parents=True)
+    checkpoint.remove_oldest(str(tmp_path / "global_step_10" / role), keep=2)
+    left = sorted(path.name for path in tmp_path.iterdir() if (path / role / "huggingface").is_dir())
+    assert left == ["global_step_10", "global_step_30", "global_step_9"]
+    assert checkpoint.remove_oldest(str(tmp_path / "global_step_10" / role), keep=None) == []
+
+
+def test_weight_sync_sends_hf_names_once(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    want = {name: p.detach() for name, p in model.named_parameters()}
+    engine = make_engine(tiny_model)
+    assert_same_weights(weights(engine), want, atol=0)
+    names = [name for name, _ in stream_weights(engine.trainer, device="cpu", bucket_bytes=1)]
+    assert len(names) == len(set(names)) == len(want)
+
+
+def test_threads_are_set_on_purpose(tiny_model):
+    before = torch.get_num_threads()
+    try:
+        make_engine(tiny_model, cpu_threads=before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)

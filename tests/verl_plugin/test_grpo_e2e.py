@@ -1,0 +1,153 @@
+"""Whole VERL runs on the CPU, in processes of their own: GRPO both ways of selecting the strategy, resume, and SFT.
+
+Every process that imports verl needs 6-10 s, so the checks are folded into four runs of a few steps.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from verl_cases import save_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+'''
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("grpo")
+    save_tiny_model(str(path / "model"), layers=2)
+    (path / "reward.py").write_text(REWARD)
+    prompts = [
+        {
+            "data_source": "digits",
+            "prompt": [{"role": "user", "content": f"say {i % 10}"}],
+            "reward_model": {"style": "rule", "ground_truth": str(i % 10)},
+            "extra_info": {"index": i},
+        }
+        for i in range(32)
+    ]
+    pd.DataFrame(prompts).to_parquet(path / "rl.parquet")
+    chats = [
+        {"messages": [{"role": "user", "content": f"say {i % 10}"}, {"role": "assistant", "content": str(i % 10) * 3}]}
+        for i in range(32)
+    ]
+    pd.DataFrame(chats).to_parquet(path / "sft.parquet")
+    return path
+
+
+def run(workspace: Path, name: str, command: list[str]) -> dict[int, dict[str, float]]:
+    """Run one command of VERL's; returns its metrics per step. A failure shows the end of its output."""
+    in_process = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {
+        **{key: value for key, value in os.environ.items() if key not in in_process},
+        "VERL_PLATFORM": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TQ_NUM_THREADS": "2",
+        "VERL_FILE_LOGGER_PATH": str(workspace / f"{name}.jsonl"),
+    }
+    log = workspace / f"{name}.log"
+    with log.open("w") as out:
+        done = subprocess.run([sys.executable, "-m", *command], cwd=workspace, env=environment, stdout=out, stderr=out)
+    assert done.returncode == 0, log.read_text()[-8000:]
+    steps: dict[int, dict[str, float]] = {}
+    for entry in map(json.loads, (workspace / f"{name}.jsonl").read_text().splitlines()):
+        steps.setdefault(entry["step"], {}).update(entry["data"])
+    return steps
+
+
+def grpo(workspace: Path, name: str, *overrides: str) -> dict[int, dict[str, float]]:
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    settings = [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={workspace}/rl.parquet", f"data.val_files={workspace}/rl.parquet",
+        "data.train_batch_size=8", "data.max_prompt_length=64", "data.max_response_length=12",
+        "data.dataloader_num_workers=0", "data.filter_overlong_prompts=false",
+        f"actor_rollout_ref.model.path={workspace}/model",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"{actor}.optim.lr=3e-3", f"{actor}.ppo_mini_batch_size=8", f"{actor}.ppo_micro_batch_size_per_gpu=3",
+        f"{actor}.use_kl_loss=true", f"{actor}.kl_loss_coef=0.01", f"{actor}.calculate_entropy=true",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        f"{rollout}.name=embedded", f"{rollout}.n=2", f"{rollout}.temperature=0.8",
+        f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.log_prob_micro_batch_size_per_gpu=8",
+        f"{rollout}.agent.num_workers=1", f"{rollout}.free_cache_engine=false",
+        "reward.num_workers=1", f"reward.custom_reward_function.path={workspace}/reward.py",
+        "reward.custom_reward_function.name=compute_score",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "trainer.device=cpu", "trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.logger=[file]",
+        "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.total_epochs=10",
+        f"trainer.default_local_dir={workspace}/ckpt",
+        "ray_kwargs.ray_init.num_cpus=8", "+ray_kwargs.ray_init.num_gpus=1",
+        "+ray_kwargs.ray_init.include_dashboard=false", "+ray_kwargs.ray_init.object_store_memory=200000000",
+    ]  # fmt: skip
+    return run(workspace, name, ["verl.trainer.main_ppo", *settings, *overrides])
+
+
+def assert_healthy(step: dict[str, float]) -> None:
+    assert step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0
+    assert 0 < step["actor/entropy"] < 6
+
+
+def test_model_engine_trains_saves_and_resumes(workspace):
+    """KL is 0 on the first step, grows, and goes on from the frozen reference in the resumed process."""
+    knobs = "actor_rollout_ref.actor.megatrain"
+    fp32 = [f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32", "actor_rollout_ref.rollout.dtype=float32"]
+    common = ["model_engine=megatrain", *fp32]
+    first = grpo(workspace, "first", *common, "trainer.total_training_steps=2", "trainer.save_freq=2")
+    resumed = grpo(workspace, "resumed", *common, "trainer.total_training_steps=3", "trainer.save_freq=-1")
+    assert sorted(first) == [1, 2] and sorted(resumed) == [3]
+    steps = first | resumed
+    for step in steps.values():
+        assert_healthy(step)
+        # the rollout samples at temperature 0.8 with the weights it was sent, the first after a resume included
+        assert step["training/rollout_probs_diff_max"] < 1e-4
+    assert abs(steps[1]["actor/kl_loss"]) < 1e-6
+    assert steps[2]["actor/kl_loss"] > 1e-4 and steps[3]["actor/kl_loss"] > 1e-4
+
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(workspace / "ckpt" / "global_step_2" / "actor" / "huggingface")
+
+
+def test_strategy_alone_on_the_default_model_engine(workspace):
+    strategy = ["actor_rollout_ref.actor.strategy=megatrain", "actor_rollout_ref.ref.strategy=megatrain"]
+    fresh = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
+    steps = grpo(workspace, "dp", *strategy, *fresh)
+    for step in steps.values():
+        assert_healthy(step)
+    # bf16: the reference pass and the update cut their packs differently
+    assert abs(steps[1]["actor/kl_loss"]) < 1e-5 and steps[2]["actor/kl_loss"] > 1e-3
+    log = (workspace / "dp.log").read_text()
+    assert "'lora_adapter_path': 'megatrain-frozen-reference'" in log
+
+
+def test_sft(workspace):
+    """VERL's SFT trainer: the loss falls, validation runs, the checkpoint is a HF model."""
+    settings = [
+        "engine=megatrain", "optim=megatrain", "engine.param_dtype=float32", "optim.lr=1e-2",
+        f"data.train_files={workspace}/sft.parquet", f"data.val_files={workspace}/sft.parquet",
+        "data.train_batch_size=8", "data.micro_batch_size_per_gpu=3", "data.use_dynamic_bsz=false",
+        "data.max_length=64", "data.num_workers=0", f"model.path={workspace}/model",
+        "+model.override_config.attn_implementation=sdpa",
+        f"trainer.default_local_dir={workspace}/sft_ckpt", "trainer.total_epochs=2", "trainer.logger=[file]",
+        "trainer.device=cpu", "trainer.save_freq=-1", "trainer.test_freq=8",
+    ]  # fmt: skip
+    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node=1", "-m", "verl.trainer.sft_trainer"]
+    steps = run(workspace, "sft", [*launch, *settings])
+    losses = [step["train/loss"] for step in steps.values()]
+    assert len(losses) == 8 and losses[-1] < 0.7 * losses[0]
+    assert steps[8]["val/loss"] < losses[0] and steps[8]["train/grad_norm"] > 0
+
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(workspace / "sft_ckpt" / "global_step_8" / "huggingface")

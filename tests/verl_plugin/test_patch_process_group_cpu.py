@@ -1,0 +1,60 @@
+"""verl_patches/process_group_cpu.py: defect still there, mended by the patch, nothing outside the gate."""
+
+import sys
+import types
+
+import pytest
+import torch.distributed as dist
+import verl.utils.distributed as patched
+
+import verl_patches
+from verl_patches import process_group_cpu
+
+NAMES = ("initialize_global_process_group", "initialize_global_process_group_ray")
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """Backend strings that reach torch, which checks them as it does before it connects."""
+    seen = []
+
+    def init_process_group(backend=None, **kwargs):
+        seen.append(backend)
+        dist.BackendConfig(dist.Backend(backend))
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defect_is_still_there(backends, name):
+    with pytest.raises(ValueError, match="[Dd]uplicate"):
+        getattr(patched, name).__wrapped__()
+    assert backends == ["cpu:gloo,cpu:gloo"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_patch_mends_it(backends, name):
+    getattr(patched, name)()
+    assert backends == ["cpu:gloo"]
+
+
+def test_other_backends_are_left_alone(backends):
+    patched.initialize_global_process_group_ray(backend="cpu:gloo,cuda:nccl")
+    assert backends == ["cpu:gloo,cuda:nccl"]
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.10.0"])
+def test_nothing_outside_the_gate(version):
+    asked = []
+    verl_patches.install(lambda name, hook: asked.append(name), version=version)
+    assert asked == []
+    verl_patches.install(lambda name, hook: asked.append(name), version="0.9.1")
+    assert process_group_cpu.MODULE in asked
+
+
+def test_missing_name_raises():
+    with pytest.raises(AttributeError, match="initialize_global_process_group"):
+        process_group_cpu.apply(types.ModuleType("verl.utils.distributed"))
+    assert process_group_cpu.MODULE in sys.modules

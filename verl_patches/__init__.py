@@ -1,0 +1,24 @@
+"""Patches of VERL, one file per upstream limit; each says its symptom, cause, upstream place and when to remove it.
+
+A patch wraps and never copies a body. All are for the VERL versions in GATE and do nothing outside. A patched name that
+is missing inside the gate raises. Called by megatrain_rl.verl_plugin.register.
+"""
+
+from importlib import metadata
+from typing import Callable
+
+from packaging.specifiers import SpecifierSet
+
+from verl_patches import process_group_cpu, ref_in_actor
+
+GATE = SpecifierSet(">=0.9.1,<0.10")
+
+PATCHES = (process_group_cpu, ref_in_actor)
+
+
+def install(on_import: Callable, version: str | None = None) -> None:
+    """Apply every patch when its module is imported. `version` is the installed VERL's unless a test says otherwise."""
+    if (version or metadata.version("verl")) not in GATE:
+        return
+    for patch in PATCHES:
+        on_import(patch.MODULE, patch.apply)

@@ -1,0 +1,51 @@
+"""Process groups on a CPU platform.
+
+Symptom: `ValueError: Duplicate device type cpu in backend string: cpu:gloo,cpu:gloo` when a worker or the SFT trainer
+    starts.
+Cause: both functions build `cpu:gloo,<device>:<its backend>`, and the device is the CPU.
+Upstream: verl 0.9.1, verl/utils/distributed.py:63 and :89. No issue known.
+Remove when: VERL builds the string without the duplicate.
+"""
+
+import contextlib
+import functools
+from types import ModuleType
+from typing import Iterator
+
+import torch.distributed
+
+MODULE = "verl.utils.distributed"
+
+_FUNCTIONS = ("initialize_global_process_group", "initialize_global_process_group_ray")
+
+
+def apply(module: ModuleType) -> None:
+    for name in _FUNCTIONS:
+        setattr(module, name, _with_legal_backend(getattr(module, name)))
+
+
+def _with_legal_backend(function):
+    @functools.wraps(function)
+    def initialize(*args, **kwargs):
+        with _each_backend_once():
+            return function(*args, **kwargs)
+
+    return initialize
+
+
+@contextlib.contextmanager
+def _each_backend_once() -> Iterator[None]:
+    """Within, `init_process_group` drops repeated parts of its backend string."""
+    init = torch.distributed.init_process_group
+
+    @functools.wraps(init)
+    def init_process_group(backend=None, **kwargs):
+        if backend is not None:
+            backend = ",".join(dict.fromkeys(backend.split(",")))
+        return init(backend=backend, **kwargs)
+
+    torch.distributed.init_process_group = init_process_group
+    try:
+        yield
+    finally:
+        torch.distributed.init_process_group = init
