@@ -83,9 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build_model().save_pretrained(folder)
         config, adamw = StreamConfig(gpu_budget_gb=4, pack_tokens=512, reference="pinned"), AdamWConfig(lr=3e-3)
-        trainer = StreamTrainer.from_pretrained(
-            folder, config=config, adamw=adamw, device=args.device, reference=True
-        )
+        trainer = StreamTrainer.from_pretrained(folder, config=config, adamw=adamw, device=args.device, reference=True)
         sampler = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     generator = BatchGenerator(sampler, eos_token_ids=[], max_batch=PROMPTS * GROUP, max_prefill_tokens=4096)
 

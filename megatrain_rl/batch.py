@@ -6,8 +6,8 @@ of log-probs and of entropies speaks of the prediction of token t+1 made at toke
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -58,7 +58,11 @@ def pack(
     lengths = [len(s) for s in sequences]
     if not lengths or min(lengths) == 0:
         raise ValueError("a pack needs at least one sequence and no sequence may be empty")
-    temperatures = [float(temperature)] * len(lengths) if isinstance(temperature, (int, float)) else [float(t) for t in temperature]
+    temperatures = (
+        [float(temperature)] * len(lengths)
+        if isinstance(temperature, (int, float))
+        else [float(t) for t in temperature]
+    )
     targets, wanted = [], []
     for i, sequence in enumerate(sequences):
         targets.append(torch.cat([sequence[1:], sequence[-1:]]))
@@ -71,7 +75,9 @@ def pack(
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         targets_T=torch.cat(targets).long(),
         predict_T=torch.cat(wanted),
-        temperature_T=torch.tensor(temperatures, dtype=torch.float32).clamp(min=1e-8).repeat_interleave(torch.tensor(lengths)),
+        temperature_T=torch.tensor(temperatures, dtype=torch.float32)
+        .clamp(min=1e-8)
+        .repeat_interleave(torch.tensor(lengths)),
         sequence_ids=tuple(sequence_ids),
     )
 

@@ -94,14 +94,18 @@ def _check_weights(reader: CheckpointReader, spec: DecoderSpec) -> None:
         for name, slot in block.layout.slots.items():
             shape = tuple(reader.tensor(block.names[name]).shape)
             if shape != slot.shape:
-                raise ValueError(f"{reader.directory}: {block.names[name]!r} has shape {shape}, the model has {slot.shape}")
+                raise ValueError(
+                    f"{reader.directory}: {block.names[name]!r} has shape {shape}, the model has {slot.shape}"
+                )
 
 
 def _check_optimizer(directory: Path, spec: DecoderSpec, optimizer: HostAdamW) -> None:
     for block in spec.blocks:
         file = directory / "optimizer" / f"{block.name}.safetensors"
         if not file.is_file():
-            raise ValueError(f"checkpoint {str(directory)!r} has no optimizer state for {block.name}: {file.name} is missing")
+            raise ValueError(
+                f"checkpoint {str(directory)!r} has no optimizer state for {block.name}: {file.name} is missing"
+            )
         with safe_open(file, framework="pt") as f:
             found = set(f.keys())
         wanted = set(optimizer.state[block.name].tensors())

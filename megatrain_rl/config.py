@@ -6,8 +6,9 @@ plain attributes; nobody looks a setting up with a default of its own.
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -73,8 +74,15 @@ class StreamConfig:
         for name, least in (("checkpoint_interval", 1), ("num_grad_slabs", 1), ("ring_depth", 1)):
             value = getattr(self, name)
             _require(isinstance(value, int) and value >= least, name, value, f"a whole number of at least {least}")
-        _require(self.pack_tokens is None or self.pack_tokens >= 1, "pack_tokens", self.pack_tokens, "at least 1, or null")
-        _require(self.optimizer in ("native", "torch", "deepspeed"), "optimizer", self.optimizer, "native, torch or deepspeed")
+        _require(
+            self.pack_tokens is None or self.pack_tokens >= 1, "pack_tokens", self.pack_tokens, "at least 1, or null"
+        )
+        _require(
+            self.optimizer in ("native", "torch", "deepspeed"),
+            "optimizer",
+            self.optimizer,
+            "native, torch or deepspeed",
+        )
         _require(self.param_dtype in DTYPES, "param_dtype", self.param_dtype, "bfloat16 or float32")
         _require(self.grad_dtype in DTYPES, "grad_dtype", self.grad_dtype, "bfloat16 or float32")
         _require(
@@ -82,9 +90,14 @@ class StreamConfig:
             "attention", self.attention, "auto, varlen, flash_attn or sdpa",
         )  # fmt: skip
         _require(self.reference in ("mmap", "pinned"), "reference", self.reference, "mmap or pinned")
-        _require(self.cpu_threads is None or self.cpu_threads >= 1, "cpu_threads", self.cpu_threads, "at least 1, or null")
         _require(
-            self.host_budget_gb is None or self.host_budget_gb > 0, "host_budget_gb", self.host_budget_gb, "positive, or null"
+            self.cpu_threads is None or self.cpu_threads >= 1, "cpu_threads", self.cpu_threads, "at least 1, or null"
+        )
+        _require(
+            self.host_budget_gb is None or self.host_budget_gb > 0,
+            "host_budget_gb",
+            self.host_budget_gb,
+            "positive, or null",
         )
 
     @classmethod
@@ -117,7 +130,9 @@ class AdamWConfig:
 
     def __post_init__(self):
         _require(self.lr >= 0, "lr", self.lr, "not negative")
-        _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two numbers in [0, 1)")
+        _require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two numbers in [0, 1)"
+        )
         _require(self.eps > 0, "eps", self.eps, "positive")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "not negative")
         _require(self.clip_grad is None or self.clip_grad >= 0, "clip_grad", self.clip_grad, "not negative, or null")

@@ -65,7 +65,9 @@ def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature_C: Tensor) 
     return logits_CV.div_(temperature_C[:, None])
 
 
-def _grad_logits(scaled_CV: Tensor, targets_C: Tensor, grad_log_probs_C: Tensor, grad_entropy_C: Tensor | None) -> Tensor:
+def _grad_logits(
+    scaled_CV: Tensor, targets_C: Tensor, grad_log_probs_C: Tensor, grad_entropy_C: Tensor | None
+) -> Tensor:
     """Gradient (C, V) with respect to the scaled logits; reuses their memory."""
     log_p_CV = scaled_CV.sub_(torch.logsumexp(scaled_CV, dim=-1, keepdim=True))
     if grad_entropy_C is None:

@@ -6,9 +6,9 @@ a ValueError that names the setting to change and a value that would do.
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import AdamWConfig, StreamConfig

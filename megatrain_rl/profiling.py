@@ -75,7 +75,10 @@ def environment() -> dict[str, Any]:
     from megatrain_rl import __version__
 
     versions = {"megatrain_rl": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    hardware = {"cores": os.cpu_count(), "host_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)}
+    hardware = {
+        "cores": os.cpu_count(),
+        "host_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+    }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         hardware |= {"gpu": properties.name, "gpu_gib": round(properties.total_memory / 2**30)}

@@ -9,9 +9,10 @@ Not thread-safe: one caller at a time. The host optimizer runs on a thread of it
 """
 
 import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Literal, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ class StreamTrainer:
         trainer = cls(spec, config, adamw, schedule, torch.device(device), reference=reference)
         trainer._companions = reader.directory
         for block in spec.blocks:
-            for name, slot in block.layout.slots.items():
+            for name in block.layout.slots:
                 trainer._set(block, name, reader.tensor(block.names[name]))
         if reference:
             trainer._reference = trainer._frozen_store(reader)
@@ -288,7 +289,9 @@ class StreamTrainer:
         """Store one parameter and, for bf16 weights, the part of it that bf16 cannot hold."""
         slot = block.layout.slots[name]
         if tuple(tensor.shape) != slot.shape:
-            raise ValueError(f"tensor {block.names[name]!r} has shape {tuple(tensor.shape)}, config.json implies {slot.shape}")
+            raise ValueError(
+                f"tensor {block.names[name]!r} has shape {tuple(tensor.shape)}, config.json implies {slot.shape}"
+            )
         place = self._store.view(block, name)
         if self._optimizer is None or self._store.dtype != torch.bfloat16:
             place.copy_(tensor)

@@ -53,7 +53,9 @@ def test_resume_equals_uninterrupted(tmp_path, dtype, tied, device, deterministi
     torch.manual_seed(77)
     resumed = build(directory, dtype, device)
     resumed.load_checkpoint(tmp_path / "step_3")
-    assert resumed.schedule.lr == LRSchedule(base_lr=1e-3, kind="cosine", warmup_steps=2, total_steps=8).factor(3) * 1e-3
+    assert (
+        resumed.schedule.lr == LRSchedule(base_lr=1e-3, kind="cosine", warmup_steps=2, total_steps=8).factor(3) * 1e-3
+    )
     train(resumed, 3)
     a, b = state(whole), state(resumed)
     assert not [name for name in a if not torch.equal(a[name], b[name])]
@@ -85,7 +87,11 @@ def test_huggingface_loads_what_is_saved(tmp_path, family, tied, monkeypatch):
         trainer.save_checkpoint(tmp_path / "c")
         saved = tmp_path / "c" / "huggingface"
         assert (saved / "tokenizer_config.json").is_file()
-        assert len(list(saved.glob("*.safetensors"))) == 1 if shard_bytes > 1e6 else len(list(saved.glob("*.safetensors"))) > 2
+        assert (
+            len(list(saved.glob("*.safetensors"))) == 1
+            if shard_bytes > 1e6
+            else len(list(saved.glob("*.safetensors"))) > 2
+        )
         model, report = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
         assert model.config.architectures

@@ -11,7 +11,9 @@ from megatrain_rl.trainer import StreamTrainer
 
 
 def test_misspelt_setting_names_the_nearest():
-    with pytest.raises(ValueError, match="unknown setting actor.megatrain.rng_depth; did you mean actor.megatrain.ring_depth"):
+    with pytest.raises(
+        ValueError, match="unknown setting actor.megatrain.rng_depth; did you mean actor.megatrain.ring_depth"
+    ):
         StreamConfig.from_mapping({"rng_depth": 3}, prefix="actor.megatrain.")
 
 
@@ -44,7 +46,9 @@ def test_settings_are_frozen():
 def test_unknown_model_type():
     config = tiny.config()
     config.model_type = "mamba9"
-    with pytest.raises(ValueError, match="model_type='mamba9' is not supported by the streaming trainer; supported: llama"):
+    with pytest.raises(
+        ValueError, match="model_type='mamba9' is not supported by the streaming trainer; supported: llama"
+    ):
         decoder_spec(config)
 
 

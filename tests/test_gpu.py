@@ -22,7 +22,9 @@ from megatrain_rl.transfer.lanes import Lane
 pytestmark = pytest.mark.gpu
 
 
-def hf_gradients(weights: dict[str, torch.Tensor], config, micro_batches: list[torch.Tensor], dtype) -> dict[str, torch.Tensor]:
+def hf_gradients(
+    weights: dict[str, torch.Tensor], config, micro_batches: list[torch.Tensor], dtype
+) -> dict[str, torch.Tensor]:
     """Gradients of the mean negative log-likelihood by plain autograd, micro-batch by micro-batch into `.grad`, on the GPU."""
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
@@ -66,7 +68,9 @@ def test_four_real_layers_are_no_worse_than_eager():
         overall = sum(e**2 for e in errors.values()) ** 0.5 / bar
         # a key's bias has no gradient but rounding noise
         worst = max((errors[n] / bars[n], n) for n in bars if "k_proj.bias" not in n)
-        print(f"{label}: loss {loss:.5f}, error against fp32, streamed / eager bf16: overall {overall:.4f}, worst {worst}")
+        print(
+            f"{label}: loss {loss:.5f}, error against fp32, streamed / eager bf16: overall {overall:.4f}, worst {worst}"
+        )
         # the same kernels layer by layer give the same error to within the luck of rounding
         assert overall <= 1.01
         assert worst[0] <= 1.1

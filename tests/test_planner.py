@@ -36,7 +36,9 @@ def test_a_smaller_budget_gives_smaller_packs(qwen_7b):
 
 
 def test_budget_too_small_names_what_would_do(qwen_7b):
-    with pytest.raises(ValueError, match=r"gpu_budget_gb=3 is too small for this model: it needs at least (\d+\.?\d*)") as error:
+    with pytest.raises(
+        ValueError, match=r"gpu_budget_gb=3 is too small for this model: it needs at least (\d+\.?\d*)"
+    ) as error:
         plan(qwen_7b, gpu_budget_gb=3)
     needed = float(str(error.value).split("at least ")[1].split(";")[0])
     assert plan(qwen_7b, gpu_budget_gb=needed).pack_tokens >= 1  # the advice works
@@ -61,10 +63,15 @@ def test_sequence_beyond_the_budget(tmp_path):
     assert [p.num_tokens for p in packs] == [40, 16]
     assert len(trainer.forward_backward(packs, NegativeLogLikelihood(packs)).losses) == 2
     small = dataclasses.replace(trainer.plan, max_pack_tokens=39)
-    with pytest.raises(ValueError, match="a sequence of 40 tokens does not fit gpu_budget_gb=9: at most 39; raise gpu_budget_gb"):
+    with pytest.raises(
+        ValueError, match="a sequence of 40 tokens does not fit gpu_budget_gb=9: at most 39; raise gpu_budget_gb"
+    ):
         check_packs(small, trainer.config, packs)
     trainer.plan = small
-    for call in (lambda: trainer.log_probs(packs), lambda: trainer.forward_backward(packs, NegativeLogLikelihood(packs))):
+    for call in (
+        lambda: trainer.log_probs(packs),
+        lambda: trainer.forward_backward(packs, NegativeLogLikelihood(packs)),
+    ):
         with pytest.raises(ValueError, match="does not fit gpu_budget_gb"):
             call()
     trainer.close()

@@ -121,7 +121,9 @@ def test_small_learning_rate_moves_bf16_masters(tmp_path):
     model = tiny.model(tiny.config(), dtype=torch.bfloat16)
     directory = tiny.saved(model, tmp_path)
     exact = tiny.model(tiny.config(), dtype=torch.bfloat16).float()
-    trainer = tiny.trainer(directory, param_dtype="bfloat16", adamw=AdamWConfig(lr=1e-6, weight_decay=0.0, clip_grad=None))
+    trainer = tiny.trainer(
+        directory, param_dtype="bfloat16", adamw=AdamWConfig(lr=1e-6, weight_decay=0.0, clip_grad=None)
+    )
     optimizer = torch.optim.AdamW(exact.parameters(), lr=1e-6, weight_decay=0.0)
     data = tiny.sequences()
     for _ in range(4):
@@ -191,7 +193,10 @@ def test_nonfinite_loss_skips_the_step(tmp_path):
     out = trainer.forward_backward(tiny.packs(data), Poisoned())
     assert out.nonfinite_loss
     assert all(torch.equal(g, before[n]) for n, g in trainer.named_gradients())
-    state = {b.name: {k: t.clone() for k, t in trainer._optimizer.state[b.name].tensors().items()} for b in trainer.spec.blocks}
+    state = {
+        b.name: {k: t.clone() for k, t in trainer._optimizer.state[b.name].tensors().items()}
+        for b in trainer.spec.blocks
+    }
     weights = {n: w.clone() for n, w in trainer.named_parameters()}
     result = trainer.optim_step()
     assert not result.stepped and result.skipped_steps == 1 and result.grad_norm != result.grad_norm

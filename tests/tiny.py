@@ -48,7 +48,9 @@ def sequences(lengths=LENGTHS, *, seed: int = 1) -> list[Tensor]:
 FP32 = dict(param_dtype="float32", grad_dtype="float32")
 
 
-def trainer(directory: Path, *, device: str = "cpu", adamw: AdamWConfig | None = None, reference=False, **knobs) -> StreamTrainer:
+def trainer(
+    directory: Path, *, device: str = "cpu", adamw: AdamWConfig | None = None, reference=False, **knobs
+) -> StreamTrainer:
     return StreamTrainer.from_pretrained(
         directory,
         config=StreamConfig(**({"pack_tokens": 48, "cpu_threads": 1} | FP32 | knobs)),

@@ -4,8 +4,8 @@ A patch wraps and never copies a body. All are for the VERL versions in GATE and
 is missing inside the gate raises. Called by megatrain_rl.verl_plugin.register.
 """
 
+from collections.abc import Callable
 from importlib import metadata
-from typing import Callable
 
 from packaging.specifiers import SpecifierSet
 

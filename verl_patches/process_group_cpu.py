@@ -9,8 +9,8 @@ Remove when: VERL builds the string without the duplicate.
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Iterator
 
 import torch.distributed
 

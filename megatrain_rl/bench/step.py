@@ -62,7 +62,11 @@ def run(arguments: argparse.Namespace) -> None:
         {"metric": "step_s", "value": round(sorted(seconds)[len(seconds) // 2], 3), "unit": "s"},
         {"metric": "trainer_process_peak_gib", "value": round(sampler.gpu_peak_bytes / 2**30, 2), "unit": "GiB"},
         {"metric": "host_rss_gib", "value": round(sampler.rss_peak_bytes / 2**30, 1), "unit": "GiB"},
-        {"metric": "tokens_per_s", "value": round(arguments.tokens / sorted(seconds)[len(seconds) // 2]), "unit": "1/s"},
+        {
+            "metric": "tokens_per_s",
+            "value": round(arguments.tokens / sorted(seconds)[len(seconds) // 2]),
+            "unit": "1/s",
+        },
     ]
     for result in results:
         print(f"{arguments.case} {result['metric']} {result['value']} {result['unit']}", flush=True)
@@ -75,7 +79,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _timed_step(trainer: StreamTrainer, arguments: argparse.Namespace, step: int, lines: list[str]) -> float:
     """One forward, backward and update on fresh random sequences; the time runs until every weight is updated."""
-    sequences = random_sequences(arguments.tokens, arguments.mean_length, trainer.spec.vocab_size, seed=arguments.seed + step)
+    sequences = random_sequences(
+        arguments.tokens, arguments.mean_length, trainer.spec.vocab_size, seed=arguments.seed + step
+    )
     packs = pack_sequences(sequences, max_tokens=trainer.pack_tokens)
     start = time.perf_counter()
     out = trainer.forward_backward(packs, NegativeLogLikelihood(packs))

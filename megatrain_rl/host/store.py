@@ -54,7 +54,9 @@ class HostStore:
     def read(self, block: Block) -> Tensor:
         self._readable[block.name].wait()
         if self._error is not None:
-            raise RuntimeError("the host optimizer failed; weights are incomplete, resume from a checkpoint") from self._error
+            raise RuntimeError(
+                "the host optimizer failed; weights are incomplete, resume from a checkpoint"
+            ) from self._error
         return self._regions[block.name].flat
 
     def copied(self, block: Block, fence: HostFence) -> None:

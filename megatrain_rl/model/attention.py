@@ -31,7 +31,9 @@ def resolve_backend(setting: str, device: torch.device, dtype: torch.dtype) -> B
         try:
             import flash_attn  # noqa: F401
         except ImportError as error:
-            raise ValueError("attention=flash_attn: the flash-attn package is not installed; set attention=auto") from error
+            raise ValueError(
+                "attention=flash_attn: the flash-attn package is not installed; set attention=auto"
+            ) from error
     return setting
 
 
@@ -88,6 +90,8 @@ def _sdpa(query, key, value, scaling, sequence_bounds, sliding_window) -> Tensor
             distance = distance[:, None] - distance[None, :]
             mask = (distance >= 0) & (distance < sliding_window)
         outs.append(
-            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+            )
         )
     return torch.cat(outs, dim=2).transpose(1, 2)

@@ -81,7 +81,9 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
     family = family_of(config.model_type)
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop"):
         if config.to_dict().get(name):
-            raise ValueError(f"{name}={config.to_dict()[name]}: dropout is not supported; set {name}=0 in the model's config")
+            raise ValueError(
+                f"{name}={config.to_dict()[name]}: dropout is not supported; set {name}=0 in the model's config"
+            )
     _check_rope(config)
     register_attention()
     config = copy.deepcopy(config)
@@ -130,7 +132,9 @@ def _module_block(name: str, module: nn.Module, prefix: str) -> Block:
     return Block(name=name, layout=LayerLayout(shapes), names={n: prefix + n for n in shapes})
 
 
-def _shared_modules(layers: list[nn.Module], blocks: tuple[Block, ...], config: PretrainedConfig) -> tuple[nn.Module, ...]:
+def _shared_modules(
+    layers: list[nn.Module], blocks: tuple[Block, ...], config: PretrainedConfig
+) -> tuple[nn.Module, ...]:
     """The first layer of each structural group stands for the group. Layers that hold equal parameters but compute
     differently (a sliding window here, full attention there) are different groups: `layer_types` tells."""
     layer_types = config.to_dict().get("layer_types") or ["full_attention"] * len(layers)

@@ -2,8 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -69,13 +69,19 @@ def write_checkpoint(
         shards[-1][name] = tensor
         size += tensor.nbytes
         dtype = dtype or tensor.dtype
-    files = [WEIGHTS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         total = sum(t.nbytes for shard in shards for t in shard.values())
-        (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+        (directory / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        )
     saved = config.to_dict()
     saved["dtype"] = str(dtype).removeprefix("torch.")
     saved.pop("_attn_implementation", None)

@@ -5,8 +5,8 @@ the link, is normed and is stepped as one contiguous tensor. Nothing else comput
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Mapping
 
 import torch
 from torch import Tensor

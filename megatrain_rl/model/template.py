@@ -40,7 +40,9 @@ class LayerRunner:
         graphs: dict[nn.Module, Any] = {}
         for module in spec.layer_modules:
             if module not in graphs:
-                graphs[module] = torch.compile(_layer_function(module), dynamic=True) if compile else _layer_function(module)
+                graphs[module] = (
+                    torch.compile(_layer_function(module), dynamic=True) if compile else _layer_function(module)
+                )
         self._functions = [graphs[m] for m in spec.layer_modules]
 
     def inputs(self, pack: PackedBatch) -> LayerInputs:

@@ -35,7 +35,15 @@ class AdamWScalars:
         """step: 1 for the first update. grad_scale: factor on the gradients (clipping)."""
         b1, b2 = betas
         return cls(
-            b1, b2, 1 - b1, 1 - b2, 1 - lr * weight_decay, lr / (1 - b1**step), 1 / math.sqrt(1 - b2**step), eps, grad_scale
+            b1,
+            b2,
+            1 - b1,
+            1 - b2,
+            1 - lr * weight_decay,
+            lr / (1 - b1**step),
+            1 / math.sqrt(1 - b2**step),
+            eps,
+            grad_scale,
         )
 
 

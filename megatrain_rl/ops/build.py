@@ -22,7 +22,9 @@ def _processor() -> str:
     """What -march=native depends on: a cache folder may be shared by machines of different processors."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
-        wanted = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))]
+        wanted = [
+            line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))
+        ]
         return "\n".join(sorted(set(wanted)))
     return platform.processor() + platform.machine()
 

@@ -51,7 +51,9 @@ class HostAdamW:
         self._adamw = adamw
         # Set on purpose: Ray starts its workers with OMP_NUM_THREADS=1, which would make this ten times slower or more.
         self._threads = config.cpu_threads or usable_cores()
-        self._library = {"torch": torch_adamw, "deepspeed": deepspeed_adamw}.get(config.optimizer, lambda _: None)(adamw)
+        self._library = {"torch": torch_adamw, "deepspeed": deepspeed_adamw}.get(config.optimizer, lambda _: None)(
+            adamw
+        )
         if self._library is None:
             load_library("adamw")  # a missing compiler is an error now, not inside the first step
         self.state = {b.name: BlockState(b, split=store.dtype == torch.bfloat16) for b in spec.blocks}

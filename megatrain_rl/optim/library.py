@@ -4,7 +4,8 @@ The master is rebuilt in fp32 chunk by chunk, stepped by the library's own optim
 native op (two more passes over memory); there to compare with and to fall back on by choice.
 """
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,16 @@ class LibraryAdamW:
         self._step_state = step_state
 
     def step(
-        self, weight: Tensor, residual: Tensor | None, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, step: int, scale: float
+        self,
+        weight: Tensor,
+        residual: Tensor | None,
+        grad: Tensor,
+        m: Tensor,
+        v: Tensor,
+        *,
+        lr: float,
+        step: int,
+        scale: float,
     ) -> None:
         self._optimizer.param_groups[0]["lr"] = lr
         for start in range(0, weight.numel(), _CHUNK):
@@ -61,7 +71,9 @@ def deepspeed_adamw(adamw: AdamWConfig) -> LibraryAdamW:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError as error:
-        raise ValueError("optimizer=deepspeed: deepspeed is not installed; pip install megatrain-rl[deepspeed]") from error
+        raise ValueError(
+            "optimizer=deepspeed: deepspeed is not installed; pip install megatrain-rl[deepspeed]"
+        ) from error
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return DeepSpeedCPUAdam(

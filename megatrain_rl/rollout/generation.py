@@ -9,8 +9,8 @@ Shapes: B running rows, N rows being prefilled, L columns of the cache.
 
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Iterable
 
 import torch
 from torch import Tensor

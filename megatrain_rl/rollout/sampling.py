@@ -11,8 +11,9 @@ Called by `generation.py`. Shapes: B rows, V vocabulary.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor

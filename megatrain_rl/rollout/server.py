@@ -11,8 +11,9 @@ import copy
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,9 +175,7 @@ class EmbeddedServer:
         context = config.max_model_len or config.prompt_length + config.response_length
         room = context - len(prompt_ids)
         if not prompt_ids or room < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in rollout.max_model_len={context}"
-            )
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in rollout.max_model_len={context}")
         settings = {"repetition_penalty": config.repetition_penalty, "ignore_eos": config.ignore_eos, **given}
         return SamplingParams.from_request(settings, default_max_tokens=config.response_length, room=room)
 

@@ -6,8 +6,9 @@ between them. The caller (StreamTrainer) chooses the store: handing it the froze
 Shapes: T tokens of a pack, P predicted tokens of it, H hidden size, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,9 @@ class StreamExecutor:
         self._runner = LayerRunner(spec, device, dtype, backend, config.compile and device.type == "cuda")
         self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
         self._activations = ActivationStore(self._lanes, device, spec.hidden_size, dtype, pin=pin)
-        self._slab_settings = dict(num_slabs=config.num_grad_slabs, slab_numel=plan.slab_numel, dtype=config.grad_torch_dtype)
+        self._slab_settings = dict(
+            num_slabs=config.num_grad_slabs, slab_numel=plan.slab_numel, dtype=config.grad_torch_dtype
+        )
         self._slabs: GradSlabPool | None = None
         self._gradients: HostGradients | None = None
         self._sum: Tensor | None = None
@@ -229,7 +232,15 @@ class StreamExecutor:
         return result, [(block, sums[block.name]) for block in self._head_blocks()]
 
     def _head_of_pack(
-        self, hidden_TH, dp: DevicePack, norm_weights, norm_sums, weight_VH, weight_sum_VH, objective: Objective, entropy: bool
+        self,
+        hidden_TH,
+        dp: DevicePack,
+        norm_weights,
+        norm_sums,
+        weight_VH,
+        weight_sum_VH,
+        objective: Objective,
+        entropy: bool,
     ) -> tuple[Tensor, Tensor, dict[str, Any], TokenStats]:
         chunk = self._plan.head_chunk
         hidden_PH = hidden_TH.index_select(0, dp.predict_P).requires_grad_()
@@ -253,14 +264,22 @@ class StreamExecutor:
         uses_entropy = stats.entropy_T is not None and stats.entropy_T.grad is not None
         grad_entropy_P = _leaf_grad(stats.entropy_T, dp.predict_P) if uses_entropy else None
         grad_normed_PH = head_backward(
-            normed, weight_VH, dp.targets_P, dp.temperature_P, grad_log_probs_P, grad_entropy_P, weight_sum_VH, chunk=chunk
+            normed,
+            weight_VH,
+            dp.targets_P,
+            dp.temperature_P,
+            grad_log_probs_P,
+            grad_entropy_P,
+            weight_sum_VH,
+            chunk=chunk,
         )
         grad_PH, *grads = torch.autograd.grad(normed_PH, [hidden_PH, *norm_leaves.values()], grad_normed_PH)
         for name, grad in zip(norm_leaves, grads, strict=True):
             norm_sums[name].add_(grad)
         grad_TH = torch.zeros_like(hidden_TH).index_copy_(0, dp.predict_P, grad_PH)
         detached = TokenStats(
-            log_probs_T=stats.log_probs_T.detach(), entropy_T=None if stats.entropy_T is None else stats.entropy_T.detach()
+            log_probs_T=stats.log_probs_T.detach(),
+            entropy_T=None if stats.entropy_T is None else stats.entropy_T.detach(),
         )
         return grad_TH, out.loss.detach().float(), out.metrics, detached
 
@@ -301,9 +320,7 @@ def _scatter(dp: DevicePack, log_probs_P: Tensor, entropy_P: Tensor | None) -> T
         zeros_T = torch.zeros(dp.pack.num_tokens, dtype=torch.float32, device=values_P.device)
         return zeros_T.index_copy_(0, dp.predict_P, values_P)
 
-    return TokenStats(
-        log_probs_T=to_tokens(log_probs_P), entropy_T=None if entropy_P is None else to_tokens(entropy_P)
-    )
+    return TokenStats(log_probs_T=to_tokens(log_probs_P), entropy_T=None if entropy_P is None else to_tokens(entropy_P))
 
 
 def _leaf_grad(leaf_T: Tensor, rows_P: Tensor) -> Tensor:

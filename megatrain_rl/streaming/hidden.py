@@ -6,7 +6,7 @@ Whether a pack is resident changes where its numbers wait, never what they are.
 Shapes: T tokens of a pack, H hidden size.
 """
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 

@@ -28,7 +28,9 @@ class ActivationStore:
         self._pin = pin
         self._region = HostRegion(0, dtype, pin=False)
         self._starts: list[int] = [0]
-        self._landed: dict[tuple[int, int], Mark] = {}  # recorded after the copy out; waited for by upload before reading back
+        self._landed: dict[
+            tuple[int, int], Mark
+        ] = {}  # recorded after the copy out; waited for by upload before reading back
         self._arriving: dict[tuple[int, int], tuple[Tensor, Mark]] = {}
         self._outgoing: deque[tuple[Tensor, Mark]] = deque()
 

@@ -7,8 +7,8 @@ what goes wrong there is raised at the caller's next push or drain.
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from megatrain_rl.transfer.lanes import Lanes, Mark
 @dataclass
 class _Slab:
     flat: Tensor
-    free: Mark | None = None  # recorded after the copy out of the slab; waited for by compute before the next cast into it
+    free: Mark | None = (
+        None  # recorded after the copy out of the slab; waited for by compute before the next cast into it
+    )
 
 
 class GradSlabPool:

@@ -5,8 +5,8 @@ release frees its slot and starts the copy of the block that comes `depth` place
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from megatrain_rl.transfer.lanes import Lanes, Mark
 @dataclass
 class _Slot:
     flat: Tensor
-    free: Mark | None = None  # recorded after the last compute that read the slot; waited for by upload before refilling
+    free: Mark | None = (
+        None  # recorded after the last compute that read the slot; waited for by upload before refilling
+    )
     ready: Mark | None = None  # recorded after the copy into the slot; waited for by compute before reading
     block: Block | None = None
 

@@ -5,8 +5,9 @@ in the worker; that registers the plug-in even where entry points are switched o
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping, NoReturn
+from typing import Any, NoReturn
 
 from verl.workers.config import ActorConfig, EngineConfig, FSDPOptimizerConfig, OptimizerConfig
 

@@ -7,7 +7,8 @@ nothing); within `disable_adapter()` log-probs are the frozen reference's. VERL 
 import contextlib
 import logging
 import os
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tensordict import TensorDict

@@ -6,7 +6,7 @@ Called by engine.py, from one thread: VERL's loss writes into its actor config.
 """
 
 import functools
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from tensordict import TensorDict

@@ -6,7 +6,7 @@ with `+ray_kwargs.ray_init.num_gpus=1`. Imported by register.py when VERL's plat
 
 import contextlib
 import types
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 from verl.plugin.platform.platform_base import PlatformBase

@@ -5,7 +5,7 @@ memory a sync needs. A tensor larger than the bucket goes as a CUDA IPC handle i
 first; it is freed when VERL asks for the next. Called by engine.py.
 """
 
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor

@@ -11,7 +11,9 @@ def arrays(n, *, split, grad_dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda: torch.randn(n, generator=generator)  # noqa: E731
     master = draw()
-    weight, residual = (torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)) if split else (master, None)
+    weight, residual = (
+        (torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)) if split else (master, None)
+    )
     if split:
         split_master(master, weight, residual)
     return [weight, residual, (draw() * 3).to(grad_dtype), draw() * 0.1, draw().square()]

@@ -80,9 +80,7 @@ def test_log_probs_equal_a_full_forward_at_the_temperature(model, prompts):
     for request in requests:
         with torch.no_grad():
             logits = model(torch.tensor([request.all_ids])).logits[0, len(request.prompt_ids) - 1 : -1]
-        expected = (
-            torch.log_softmax(logits / 0.7, -1).gather(-1, torch.tensor(request.token_ids)[:, None]).squeeze(-1)
-        )
+        expected = torch.log_softmax(logits / 0.7, -1).gather(-1, torch.tensor(request.token_ids)[:, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(request.log_probs), expected, atol=1e-5, rtol=1e-5)
 
 

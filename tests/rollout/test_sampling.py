@@ -40,9 +40,7 @@ def test_top_k_draws_only_the_k_best_in_proportion():
 def test_top_k_of_one_is_greedy():
     uniforms = [0.0, 0.3, 0.999999]
     assert (
-        draw(LOGITS, uniforms, top_k=1)[0].tolist()
-        == draw(LOGITS, uniforms, temperature=0.0)[0].tolist()
-        == [5, 5, 5]
+        draw(LOGITS, uniforms, top_k=1)[0].tolist() == draw(LOGITS, uniforms, temperature=0.0)[0].tolist() == [5, 5, 5]
     )
 
 

@@ -113,7 +113,9 @@ def test_worker_error_is_raised_once_on_the_caller(spec, device):
 
 
 def test_activations_come_back_as_they_went(device):
-    store = ActivationStore(Lanes.on(torch.device(device)), torch.device(device), 8, torch.float32, pin=device == "cuda")
+    store = ActivationStore(
+        Lanes.on(torch.device(device)), torch.device(device), 8, torch.float32, pin=device == "cuda"
+    )
     store.begin(3, [4, 6])
     tensors = {(s, p): torch.randn(t, 8, device=device) for s in range(3) for p, t in ((0, 4), (1, 6))}
     for (slot, pack), tensor in tensors.items():
@@ -130,7 +132,9 @@ def test_activations_come_back_as_they_went(device):
 
 
 def test_activation_region_is_reused_and_grows_without_doubling(device):
-    store = ActivationStore(Lanes.on(torch.device(device)), torch.device(device), 8, torch.float32, pin=device == "cuda")
+    store = ActivationStore(
+        Lanes.on(torch.device(device)), torch.device(device), 8, torch.float32, pin=device == "cuda"
+    )
     store.begin(2, [10])
     first = store._region.flat.data_ptr()
     store.begin(2, [7])

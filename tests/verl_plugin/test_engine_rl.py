@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from verl_cases import Oracle, assert_same_weights, make_engine, policy_loss, rl_rows, v0_batch, v1_batch, weights
 from verl.workers.utils.padding import response_from_nested
+from verl_cases import Oracle, assert_same_weights, make_engine, policy_loss, rl_rows, v0_batch, v1_batch, weights
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -15,10 +15,10 @@ from verl_cases import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-REWARD = '''
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
-'''
+"""
 
 
 @pytest.fixture(scope="module")

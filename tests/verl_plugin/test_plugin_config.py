@@ -4,11 +4,10 @@ import dataclasses
 import pickle
 
 import pytest
+import verl  # noqa: F401  (loads the plug-in)
 from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
-
-import verl  # noqa: F401  (loads the plug-in)
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from megatrain_rl.config import AdamWConfig, StreamConfig
@@ -37,7 +36,7 @@ def validate(*overrides: str):
 
 
 def test_yaml_lists_every_knob_with_its_default():
-    engine = composed(name="sft_trainer_engine", *["engine=megatrain"]).engine
+    engine = composed("engine=megatrain", name="sft_trainer_engine").engine
     given = {key: engine[key] for key in engine if key in {f.name for f in dataclasses.fields(StreamConfig)}}
     assert given == dataclasses.asdict(StreamConfig())
     actor = omega_conf_to_dataclass(composed(*OURS, *RUN).actor_rollout_ref.actor)
@@ -45,7 +44,7 @@ def test_yaml_lists_every_knob_with_its_default():
 
 
 def test_optimizer_yaml_is_adamw_default():
-    optim = omega_conf_to_dataclass(composed(name="sft_trainer_engine", *["optim=megatrain"]).optim)
+    optim = omega_conf_to_dataclass(composed("optim=megatrain", name="sft_trainer_engine").optim)
     assert adamw_config(optim) == AdamWConfig()
 
 
@@ -70,7 +69,7 @@ def test_misspelt_knob_names_its_neighbour(sign, node):
 
 def test_misspelt_knob_in_sft_and_in_a_file():
     with pytest.raises(ConfigCompositionException, match="engine.ring_depth"):
-        composed(name="sft_trainer_engine", *["engine=megatrain", "engine.rng_depth=3"])
+        composed("engine=megatrain", "engine.rng_depth=3", name="sft_trainer_engine")
     with pytest.raises(ValueError, match="unknown setting megatrain.dtype; did you mean megatrain.(param|grad)_dtype"):
         engine_config(dtype="float32")
 
@@ -129,11 +128,11 @@ def test_warm_up_and_schedule():
 
 
 def test_fsdp_optimizer_files_are_understood():
-    optim = omega_conf_to_dataclass(composed(name="sft_trainer_engine", *["optim=fsdp", "optim.lr=0.1"]).optim)
+    optim = omega_conf_to_dataclass(composed("optim=fsdp", "optim.lr=0.1", name="sft_trainer_engine").optim)
     assert adamw_config(optim) == AdamWConfig(lr=0.1)
     assert lr_schedule(optim).kind == "constant"
     extra = ["optim=fsdp", "+optim.override_optimizer_config={eps: 1e-6, amsgrad: true}"]
-    optim = omega_conf_to_dataclass(composed(name="sft_trainer_engine", *extra).optim)
+    optim = omega_conf_to_dataclass(composed(*extra, name="sft_trainer_engine").optim)
     with pytest.raises(ValueError, match="amsgrad"):
         adamw_config(optim)
 
