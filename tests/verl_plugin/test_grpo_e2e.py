@@ -1,6 +1,7 @@
-"""Whole VERL runs on the CPU, in processes of their own: GRPO both ways of selecting the strategy, resume, and SFT.
+"""Whole VERL runs in processes of their own: GRPO both ways of selecting the strategy, resume, and SFT.
 
-Every process that imports verl needs 6-10 s, so the checks are folded into four runs of a few steps.
+Every process that imports verl needs 6-10 s, so the checks are folded into four runs of a few steps. The GPU twins train on
+CUDA; the rollout is the embedded one there too.
 """
 
 import json
@@ -44,12 +45,14 @@ def workspace(tmp_path_factory) -> Path:
     return path
 
 
-def run(workspace: Path, name: str, command: list[str]) -> dict[int, dict[str, float]]:
+def run(workspace: Path, name: str, command: list[str], device: str) -> dict[int, dict[str, float]]:
     """Run one command of VERL's; returns its metrics per step. A failure shows the end of its output."""
+    platform = {"VERL_PLATFORM": "cpu"} if device == "cpu" else {}
+    name = f"{name}-{device}"
     in_process = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {
-        **{key: value for key, value in os.environ.items() if key not in in_process},
-        "VERL_PLATFORM": "cpu",
+        **{key: value for key, value in os.environ.items() if key not in (*in_process, "VERL_PLATFORM")},
+        **platform,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -66,7 +69,7 @@ def run(workspace: Path, name: str, command: list[str]) -> dict[int, dict[str, f
     return steps
 
 
-def grpo(workspace: Path, name: str, *overrides: str) -> dict[int, dict[str, float]]:
+def grpo(workspace: Path, name: str, *overrides: str, device: str = "cpu") -> dict[int, dict[str, float]]:
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     settings = [
         "algorithm.adv_estimator=grpo",
@@ -84,13 +87,13 @@ def grpo(workspace: Path, name: str, *overrides: str) -> dict[int, dict[str, flo
         "reward.num_workers=1", f"reward.custom_reward_function.path={workspace}/reward.py",
         "reward.custom_reward_function.name=compute_score",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-        "trainer.device=cpu", "trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.logger=[file]",
+        f"trainer.device={device}", "trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.logger=[file]",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.total_epochs=10",
-        f"trainer.default_local_dir={workspace}/ckpt",
+        f"trainer.default_local_dir={workspace}/ckpt-{device}",
         "ray_kwargs.ray_init.num_cpus=8", "+ray_kwargs.ray_init.num_gpus=1",
         "+ray_kwargs.ray_init.include_dashboard=false", "+ray_kwargs.ray_init.object_store_memory=200000000",
     ]  # fmt: skip
-    return run(workspace, name, ["verl.trainer.main_ppo", *settings, *overrides])
+    return run(workspace, name, ["verl.trainer.main_ppo", *settings, *overrides], device)
 
 
 def assert_healthy(step: dict[str, float]) -> None:
@@ -98,13 +101,14 @@ def assert_healthy(step: dict[str, float]) -> None:
     assert 0 < step["actor/entropy"] < 6
 
 
-def test_model_engine_trains_saves_and_resumes(workspace):
+def test_model_engine_trains_saves_and_resumes(workspace, device):
     """KL is 0 on the first step, grows, and goes on from the frozen reference in the resumed process."""
     knobs = "actor_rollout_ref.actor.megatrain"
     fp32 = [f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32", "actor_rollout_ref.rollout.dtype=float32"]
     common = ["model_engine=megatrain", *fp32]
-    first = grpo(workspace, "first", *common, "trainer.total_training_steps=2", "trainer.save_freq=2")
-    resumed = grpo(workspace, "resumed", *common, "trainer.total_training_steps=3", "trainer.save_freq=-1")
+    first = grpo(workspace, "first", *common, "trainer.total_training_steps=2", "trainer.save_freq=2", device=device)
+    more = ["trainer.total_training_steps=3", "trainer.save_freq=-1"]
+    resumed = grpo(workspace, "resumed", *common, *more, device=device)
     assert sorted(first) == [1, 2] and sorted(resumed) == [3]
     steps = first | resumed
     for step in steps.values():
@@ -116,7 +120,7 @@ def test_model_engine_trains_saves_and_resumes(workspace):
 
     from transformers import AutoModelForCausalLM
 
-    AutoModelForCausalLM.from_pretrained(workspace / "ckpt" / "global_step_2" / "actor" / "huggingface")
+    AutoModelForCausalLM.from_pretrained(workspace / f"ckpt-{device}" / "global_step_2" / "actor" / "huggingface")
 
 
 def test_strategy_alone_on_the_default_model_engine(workspace):
@@ -127,11 +131,11 @@ def test_strategy_alone_on_the_default_model_engine(workspace):
         assert_healthy(step)
     # bf16: the reference pass and the update cut their packs differently
     assert abs(steps[1]["actor/kl_loss"]) < 1e-5 and steps[2]["actor/kl_loss"] > 1e-3
-    log = (workspace / "dp.log").read_text()
+    log = (workspace / "dp-cpu.log").read_text()
     assert "'lora_adapter_path': 'megatrain-frozen-reference'" in log
 
 
-def test_sft(workspace):
+def test_sft(workspace, device):
     """VERL's SFT trainer: the loss falls, validation runs, the checkpoint is a HF model."""
     settings = [
         "engine=megatrain", "optim=megatrain", "engine.param_dtype=float32", "optim.lr=1e-2",
@@ -139,15 +143,15 @@ def test_sft(workspace):
         "data.train_batch_size=8", "data.micro_batch_size_per_gpu=3", "data.use_dynamic_bsz=false",
         "data.max_length=64", "data.num_workers=0", f"model.path={workspace}/model",
         "+model.override_config.attn_implementation=sdpa",
-        f"trainer.default_local_dir={workspace}/sft_ckpt", "trainer.total_epochs=2", "trainer.logger=[file]",
-        "trainer.device=cpu", "trainer.save_freq=-1", "trainer.test_freq=8",
+        f"trainer.default_local_dir={workspace}/sft_ckpt-{device}", "trainer.total_epochs=2", "trainer.logger=[file]",
+        f"trainer.device={device}", "trainer.save_freq=-1", "trainer.test_freq=8",
     ]  # fmt: skip
     launch = ["torch.distributed.run", "--standalone", "--nproc_per_node=1", "-m", "verl.trainer.sft_trainer"]
-    steps = run(workspace, "sft", [*launch, *settings])
+    steps = run(workspace, "sft", [*launch, *settings], device)
     losses = [step["train/loss"] for step in steps.values()]
     assert len(losses) == 8 and losses[-1] < 0.7 * losses[0]
     assert steps[8]["val/loss"] < losses[0] and steps[8]["train/grad_norm"] > 0
 
     from transformers import AutoModelForCausalLM
 
-    AutoModelForCausalLM.from_pretrained(workspace / "sft_ckpt" / "global_step_8" / "huggingface")
+    AutoModelForCausalLM.from_pretrained(workspace / f"sft_ckpt-{device}" / "global_step_8" / "huggingface")
