@@ -58,6 +58,12 @@ def pack(
     lengths = [len(s) for s in sequences]
     if not lengths or min(lengths) == 0:
         raise ValueError("a pack needs at least one sequence and no sequence may be empty")
+    if len(sequence_ids) != len(lengths):
+        raise ValueError(f"{len(lengths)} sequences but {len(sequence_ids)} sequence_ids")
+    if predict is not None and [len(mask) for mask in predict] != lengths:
+        raise ValueError("predict: each mask must be as long as its sequence (its last entry is ignored)")
+    if not isinstance(temperature, (int, float)) and len(temperature) != len(lengths):
+        raise ValueError(f"{len(lengths)} sequences but {len(temperature)} temperatures")
     temperatures = (
         [float(temperature)] * len(lengths)
         if isinstance(temperature, (int, float))
@@ -104,7 +110,9 @@ def cut(lengths: Sequence[int], *, max_tokens: int, max_sequences: int | None = 
         count += 1
 
 
-def _balance(rows, lengths, count, max_tokens, max_sequences) -> list[list[int]] | None:
+def _balance(
+    rows: Sequence[int], lengths: Sequence[int], count: int, max_tokens: int, max_sequences: int | None
+) -> list[list[int]] | None:
     """Each row, longest first, to the lightest pack with a place left; None when one does not fit."""
     open_packs = [(0, k) for k in range(count)]
     packs: list[list[int]] = [[] for _ in range(count)]

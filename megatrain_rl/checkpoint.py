@@ -2,7 +2,7 @@
 
     DIR/huggingface/            config.json and safetensors that AutoModelForCausalLM loads (bf16: the high halves of the masters)
     DIR/optimizer/BLOCK.safetensors   exp_avg, exp_avg_sq and, for bf16 weights, the residual: weights + residual = fp32 master
-    DIR/trainer_state.json      step counts, schedule, what the state fits
+    DIR/trainer_state.json      step counts, schedule, python's generator
     DIR/rng.safetensors         torch generators
 
 Called by StreamTrainer with the optimizer at rest.
@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatrain_rl.host.store import HostStore, fill_from_checkpoint
-from megatrain_rl.model.decoder import DecoderSpec
+from megatrain_rl.host.store import HostStore, check_shapes, fill_from_checkpoint
+from megatrain_rl.model.decoder import Block, DecoderSpec
 from megatrain_rl.model.hf_io import CheckpointReader, write_checkpoint
 from megatrain_rl.optim.host_adamw import HostAdamW
 
@@ -46,10 +46,11 @@ def save(
     if optimizer is not None:
         (scratch / "optimizer").mkdir()
         for block in spec.blocks:
-            save_file(optimizer.state[block.name].tensors(), scratch / "optimizer" / f"{block.name}.safetensors")
+            file = scratch / "optimizer" / f"{block.name}.safetensors"
+            save_file(optimizer.state[block.name].tensors(), file, metadata={"layout": _layout(block)})
     save_file(_rng_tensors(), scratch / "rng.safetensors")
     python_rng = random.getstate()
-    everything = {"format": FORMAT, "has_optimizer": optimizer is not None, "python_rng": python_rng, **state}
+    everything = {"format": FORMAT, "python_rng": python_rng, **state}
     (scratch / "trainer_state.json").write_text(json.dumps(everything))
     _flush(scratch)
     old = _beside(directory, "old")
@@ -71,32 +72,27 @@ def load(directory: Path, spec: DecoderSpec, store: HostStore, optimizer: HostAd
     if state["format"] != FORMAT:
         raise ValueError(f"checkpoint {str(directory)!r} has format {state['format']}, this version reads {FORMAT}")
     reader = CheckpointReader(directory / "huggingface")
-    _check_weights(reader, spec)
+    check_shapes(spec, reader)
     if optimizer is not None:
         _check_optimizer(directory, spec, optimizer)
-    for block in spec.blocks:
-        fill_from_checkpoint(block, store.begin_write(block), reader)
-        store.end_write(block)
-        if optimizer is not None:
-            saved = load_file(directory / "optimizer" / f"{block.name}.safetensors")
-            for name, tensor in optimizer.state[block.name].tensors().items():
-                tensor.copy_(saved[name])
+    try:
+        for block in spec.blocks:
+            fill_from_checkpoint(block, store.begin_write(block), reader)
+            if optimizer is not None:
+                saved = load_file(directory / "optimizer" / f"{block.name}.safetensors")
+                for name, tensor in optimizer.state[block.name].tensors().items():
+                    tensor.copy_(saved[name])
+            store.end_write(block)
+    except BaseException as error:  # half restored: whoever reads the weights must hear of it
+        store.fail(error)
+        raise
+    store.recovered()
     _restore_rng(directory, state["python_rng"])
     return state
 
 
 def _beside(directory: Path, suffix: str) -> Path:
     return directory.with_name(f"{directory.name}.{suffix}")
-
-
-def _check_weights(reader: CheckpointReader, spec: DecoderSpec) -> None:
-    for block in spec.blocks:
-        for name, slot in block.layout.slots.items():
-            shape = tuple(reader.tensor(block.names[name]).shape)
-            if shape != slot.shape:
-                raise ValueError(
-                    f"{reader.directory}: {block.names[name]!r} has shape {shape}, the model has {slot.shape}"
-                )
 
 
 def _check_optimizer(directory: Path, spec: DecoderSpec, optimizer: HostAdamW) -> None:
@@ -107,13 +103,23 @@ def _check_optimizer(directory: Path, spec: DecoderSpec, optimizer: HostAdamW) -
                 f"checkpoint {str(directory)!r} has no optimizer state for {block.name}: {file.name} is missing"
             )
         with safe_open(file, framework="pt") as f:
-            found = set(f.keys())
+            found, layout = set(f.keys()), f.metadata()["layout"]
         wanted = set(optimizer.state[block.name].tensors())
         if found != wanted:
             raise ValueError(
                 f"checkpoint {str(directory)!r} was written with another param_dtype: {block.name} has {sorted(found)}, "
                 f"this run needs {sorted(wanted)}"
             )
+        if layout != _layout(block):
+            raise ValueError(
+                f"checkpoint {str(directory)!r}: the optimizer state of {block.name} is laid out for other parameters (another "
+                "model, or another version of transformers); resume with what wrote it"
+            )
+
+
+def _layout(block: Block) -> str:
+    """Name, offset and shape of every parameter: optimizer state is flat, so its meaning is this."""
+    return json.dumps([[name, slot.offset, slot.shape] for name, slot in block.layout.slots.items()])
 
 
 def _rng_tensors() -> dict[str, Tensor]:

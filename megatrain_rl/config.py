@@ -16,10 +16,26 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 ParamDtype = Literal["bfloat16", "float32"]
 
+_CHOICES = {
+    "optimizer": ("native", "torch", "deepspeed"),
+    "param_dtype": tuple(DTYPES),
+    "grad_dtype": tuple(DTYPES),
+    "attention": ("auto", "varlen", "flash_attn", "sdpa"),
+    "reference": ("mmap", "pinned"),
+}
+
 
 def _require(condition: bool, setting: str, value: Any, expected: str) -> None:
     if not condition:
         raise ValueError(f"{setting}={value!r}: must be {expected}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def check_knobs(given: Mapping[str, Any], owner: type, prefix: str) -> None:
@@ -70,34 +86,21 @@ class StreamConfig:
     host_budget_gb: float | None = None
 
     def __post_init__(self):
-        _require(self.gpu_budget_gb > 0, "gpu_budget_gb", self.gpu_budget_gb, "a positive number of GB")
-        for name, least in (("checkpoint_interval", 1), ("num_grad_slabs", 1), ("ring_depth", 1)):
+        budget = self.gpu_budget_gb
+        _require(_is_number(budget) and budget > 0, "gpu_budget_gb", budget, "a positive number of GB")
+        for name in ("checkpoint_interval", "num_grad_slabs", "ring_depth"):
             value = getattr(self, name)
-            _require(isinstance(value, int) and value >= least, name, value, f"a whole number of at least {least}")
+            _require(_is_count(value), name, value, "a whole number of at least 1")
+        for name in ("pack_tokens", "cpu_threads"):
+            value = getattr(self, name)
+            _require(value is None or _is_count(value), name, value, "a whole number of at least 1, or null")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            _require(value in choices, name, value, f"one of {', '.join(choices)}")
+        _require(isinstance(self.compile, bool), "compile", self.compile, "true or false")
+        host = self.host_budget_gb
         _require(
-            self.pack_tokens is None or self.pack_tokens >= 1, "pack_tokens", self.pack_tokens, "at least 1, or null"
-        )
-        _require(
-            self.optimizer in ("native", "torch", "deepspeed"),
-            "optimizer",
-            self.optimizer,
-            "native, torch or deepspeed",
-        )
-        _require(self.param_dtype in DTYPES, "param_dtype", self.param_dtype, "bfloat16 or float32")
-        _require(self.grad_dtype in DTYPES, "grad_dtype", self.grad_dtype, "bfloat16 or float32")
-        _require(
-            self.attention in ("auto", "varlen", "flash_attn", "sdpa"),
-            "attention", self.attention, "auto, varlen, flash_attn or sdpa",
-        )  # fmt: skip
-        _require(self.reference in ("mmap", "pinned"), "reference", self.reference, "mmap or pinned")
-        _require(
-            self.cpu_threads is None or self.cpu_threads >= 1, "cpu_threads", self.cpu_threads, "at least 1, or null"
-        )
-        _require(
-            self.host_budget_gb is None or self.host_budget_gb > 0,
-            "host_budget_gb",
-            self.host_budget_gb,
-            "positive, or null",
+            host is None or (_is_number(host) and host > 0), "host_budget_gb", host, "a positive number of GB, or null"
         )
 
     @classmethod
@@ -129,6 +132,8 @@ class AdamWConfig:
     clip_grad: float | None = 1.0
 
     def __post_init__(self):
+        for name in ("lr", "eps", "weight_decay"):
+            _require(_is_number(getattr(self, name)), name, getattr(self, name), "a number")
         _require(self.lr >= 0, "lr", self.lr, "not negative")
         _require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two numbers in [0, 1)"

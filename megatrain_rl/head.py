@@ -22,7 +22,7 @@ def head_forward(
         log_probs_P[c] = scaled_CV.gather(1, targets_P[c, None])[:, 0] - lse_C
         if entropy_P is not None:
             log_p_CV = scaled_CV.sub_(lse_C[:, None])
-            entropy_P[c] = -(log_p_CV.exp() * log_p_CV).sum(-1)
+            entropy_P[c] = -(log_p_CV.exp().mul_(log_p_CV)).sum(-1)
     return log_probs_P, entropy_P
 
 

@@ -23,6 +23,7 @@ class MemorySampler:
     def __init__(self):
         self.gpu_peak_bytes = 0
         self.rss_peak_bytes = 0
+        self._error: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
         self._gpu = _NvmlProcess() if torch.cuda.is_available() else None
@@ -32,9 +33,15 @@ class MemorySampler:
         return self
 
     def stop(self) -> None:
+        """End sampling; raises what went wrong in it, and if NVML never saw this process (it may report other process ids inside
+        a container)."""
         self._stop.set()
         self._thread.join()
+        if self._error is not None:
+            raise RuntimeError("sampling memory failed") from self._error
         self.sample()
+        if self._gpu is not None and torch.cuda.is_initialized() and not self.gpu_peak_bytes:
+            raise RuntimeError("NVML does not list this process: run outside the container's process namespace")
 
     def sample(self) -> None:
         self.rss_peak_bytes = max(self.rss_peak_bytes, rss_bytes())
@@ -42,8 +49,11 @@ class MemorySampler:
             self.gpu_peak_bytes = max(self.gpu_peak_bytes, self._gpu.used_bytes())
 
     def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            self.sample()
+        try:
+            while not self._stop.wait(SAMPLE_SECONDS):
+                self.sample()
+        except Exception as error:  # raised by stop()
+            self._error = error
 
 
 class _NvmlProcess:
@@ -60,7 +70,7 @@ class _NvmlProcess:
     def used_bytes(self) -> int:
         for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
             if process.pid == os.getpid():
-                return process.usedGpuMemory
+                return process.usedGpuMemory or 0
         return 0
 
 

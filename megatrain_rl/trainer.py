@@ -8,11 +8,12 @@
 Not thread-safe: one caller at a time. The host optimizer runs on a thread of its own; every reader of weights waits for it.
 """
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,28 +23,26 @@ from megatrain_rl import checkpoint
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.host.gradients import HostGradients
-from megatrain_rl.host.store import HostStore, MappedStore, WeightStore, fill_from_checkpoint
+from megatrain_rl.host.machine import usable_cores
+from megatrain_rl.host.store import (
+    HostStore,
+    MappedStore,
+    WeightStore,
+    check_shape,
+    check_shapes,
+    fill_from_checkpoint,
+)
 from megatrain_rl.model.decoder import Block, DecoderSpec, decoder_spec
 from megatrain_rl.model.hf_io import CheckpointReader
 from megatrain_rl.objectives import Objective, TokenStats
-from megatrain_rl.ops.adamw import split_master
-from megatrain_rl.optim.host_adamw import HostAdamW
+from megatrain_rl.ops.adamw import nearest_bfloat16, split_master
+from megatrain_rl.optim.host_adamw import HostAdamW, make_library
 from megatrain_rl.optim.lr_schedule import LRSchedule
-from megatrain_rl.planner import check_layer_inputs, check_packs, make_plan
-from megatrain_rl.streaming.executor import StreamExecutor
+from megatrain_rl.planner import check_packs, cut_sweeps, make_plan
+from megatrain_rl.streaming.executor import ForwardBackwardOutput, StreamExecutor
 from megatrain_rl.streaming.schedule import LayerSchedule
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardBackwardOutput:
-    """Per pack: loss, metrics as the objective gave them, statistics on the CPU."""
-
-    losses: list[float]
-    metrics: list[dict[str, Any]]
-    stats: list[TokenStats]
-    nonfinite_loss: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +69,19 @@ class StreamTrainer:
         *,
         reference: bool,
     ):
+        # Whatever can refuse comes first: the plan, the optimizer's and the attention's needs. Then memory, the largest last.
         self.spec = spec
         self.config = config
         self.adamw = adamw
+        self.schedule = schedule
         self.plan = make_plan(spec, config, adamw, reference=reference)
+        library = None if adamw is None else make_library(config, adamw)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        if device.type == "cuda":
+            _cap_gpu_memory(device, self.plan.gpu_cap_bytes)
+        self._executor = StreamExecutor(spec, config, self.plan, device)
         log.info(
             "streaming %.2f B parameters: packs of %d tokens, longest sequence %d, %.1f GB of host RAM",
             spec.num_parameters / 1e9,
@@ -83,23 +89,21 @@ class StreamTrainer:
             self.plan.max_pack_tokens,
             self.plan.host_bytes / 1e9,
         )
-        self._device = device
-        if device.type == "cuda":
-            _cap_gpu_memory(device, self.plan.gpu_cap_bytes)
         pin = device.type == "cuda"
         self._store = HostStore(spec, config.param_torch_dtype, pin=pin)
         self._reference: WeightStore | None = None
         self._companions: Path | None = None
-        self._executor = StreamExecutor(spec, config, self.plan, device)
+        self._gradients: HostGradients | None = None
         self._optimizer: HostAdamW | None = None
-        self.schedule = schedule
         self._nonfinite_loss = False
         self._skipped_steps = 0
+        self._closed = False
         if adamw is not None:
             self.schedule = schedule or LRSchedule(base_lr=adamw.lr)
             self._gradients = HostGradients(spec, config.grad_torch_dtype, pin=pin)
             self._executor.enable_training(self._gradients)
-            self._optimizer = HostAdamW(spec, self._store, self._gradients, adamw, config)
+            threads = config.cpu_threads or usable_cores()
+            self._optimizer = HostAdamW(spec, self._store, self._gradients, adamw, library, threads)
 
     @classmethod
     def from_pretrained(
@@ -120,13 +124,18 @@ class StreamTrainer:
         """
         reader = CheckpointReader(model_dir)
         spec = decoder_spec(hf_config or reader.config())
+        check_shapes(spec, reader)
         trainer = cls(spec, config, adamw, schedule, torch.device(device), reference=reference)
         trainer._companions = reader.directory
-        for block in spec.blocks:
-            for name in block.layout.slots:
-                trainer._set(block, name, reader.tensor(block.names[name]))
-        if reference:
-            trainer._reference = trainer._frozen_store(reader)
+        try:
+            for block in spec.blocks:
+                for name in block.layout.slots:
+                    trainer._set(block, name, reader.tensor(block.names[name]))
+            if reference:
+                trainer._reference = trainer._frozen_store(reader)
+        except BaseException:
+            trainer.close()
+            raise
         return trainer
 
     @classmethod
@@ -162,18 +171,28 @@ class StreamTrainer:
     def forward_backward(
         self, packs: Sequence[PackedBatch], objective: Objective, *, entropy: bool = False
     ) -> ForwardBackwardOutput:
-        """Forward and backward of a mini-batch. Gradients are summed over packs and over calls until `optim_step`.
+        """Forward and backward of a mini-batch. Gradients are summed over packs and over calls until `optim_step`. Packs whose layer
+        inputs do not fit host RAM together run in several sweeps, one after the other.
 
         entropy: hand entropies to the objective too. A non-finite loss stops before backward: this call adds no gradient and the
         next `optim_step` skips.
         """
         self._require_training()
-        self._check(packs, train=True)
-        result = self._executor.forward_backward(packs, self._store, objective, entropy=entropy)
-        self._nonfinite_loss |= not result.finite
-        return ForwardBackwardOutput(
-            losses=result.losses, metrics=result.metrics, stats=result.stats, nonfinite_loss=not result.finite
-        )
+        merged = ForwardBackwardOutput(losses=[], metrics=[], stats=[], nonfinite_loss=False)
+        for sweep in self._sweeps(packs, train=True):
+            try:
+                out = self._executor.forward_backward(sweep, self._store, objective, entropy=entropy)
+            except BaseException:
+                self._drop_gradients()  # some blocks have this sweep's part and some have not
+                raise
+            merged = ForwardBackwardOutput(
+                losses=merged.losses + out.losses,
+                metrics=merged.metrics + out.metrics,
+                stats=merged.stats + out.stats,
+                nonfinite_loss=merged.nonfinite_loss or out.nonfinite_loss,
+            )
+        self._nonfinite_loss |= merged.nonfinite_loss
+        return merged
 
     def log_probs(
         self,
@@ -183,11 +202,12 @@ class StreamTrainer:
         weights: Literal["policy", "reference"] = "policy",
     ) -> list[TokenStats]:
         """Per-token statistics of each pack, on the CPU, under the policy or the frozen reference."""
-        self._check(packs, train=False)
+        self._require_open()
         if weights == "reference" and self._reference is None:
             raise ValueError("no reference weights are kept; build the trainer with reference=True")
         store = self._store if weights == "policy" else self._reference
-        return self._executor.log_probs(packs, store, entropy=entropy)
+        sweeps = self._sweeps(packs, train=False)
+        return [stats for sweep in sweeps for stats in self._executor.log_probs(sweep, store, entropy=entropy)]
 
     def zero_grad(self) -> None:
         self._require_training()
@@ -203,8 +223,11 @@ class StreamTrainer:
         """
         self._require_training()
         self._executor.drain()
-        if not self._executor.grad_norms and not self._nonfinite_loss:
-            raise ValueError("optim_step without gradients: call forward_backward first")
+        # After a failed sweep some blocks hold a gradient and others an old one; a non-finite loss skips the step anyway.
+        if not self._nonfinite_loss and self._gradients.filled != {b.name for b in self.spec.blocks}:
+            raise ValueError(
+                "optim_step without complete gradients: call forward_backward first, and zero_grad after one that failed"
+            )
         norms = self._executor.grad_norms
         grad_norm = float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else float("nan")
         stepped = not self._nonfinite_loss and grad_norm == grad_norm and grad_norm != float("inf")
@@ -231,9 +254,11 @@ class StreamTrainer:
                 yield block.names[name], self._store.view(block, name)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, host tensor) of the gradients summed so far."""
+        """(Hugging Face name, host tensor) of the gradients summed so far; a ValueError when there are none."""
         self._require_training()
         self._executor.drain()
+        if self._gradients.filled != {b.name for b in self.spec.blocks}:
+            raise ValueError("no gradients: call forward_backward first")
         for block in self.spec.blocks:
             for name in block.layout.slots:
                 yield block.names[name], block.layout.view(self._gradients.flat(block), name)
@@ -257,8 +282,10 @@ class StreamTrainer:
         checkpoint.save(Path(directory), self.spec, self._store, self._optimizer, state, self._companions)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Restore the complete state; pending gradients are dropped, the reference is not touched."""
-        self._wait_for_optimizer()
+        """Restore the complete state, also after a failed update; pending gradients are dropped, the reference is not touched."""
+        self._require_open()
+        if self._optimizer is not None:
+            self._optimizer.settle()
         state = checkpoint.load(Path(directory), self.spec, self._store, self._optimizer)
         self._skipped_steps = state["skipped_steps"]
         if self._optimizer is not None:
@@ -272,7 +299,10 @@ class StreamTrainer:
         self._wait_for_optimizer()
 
     def close(self) -> None:
-        """Stop the threads and give the host memory back, also after an error."""
+        """Stop the threads and give the host memory back, also after an error. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._executor.close()
         if self._optimizer is not None:
             self._optimizer.close()
@@ -287,14 +317,12 @@ class StreamTrainer:
 
     def _set(self, block: Block, name: str, tensor: Tensor) -> None:
         """Store one parameter and, for bf16 weights, the part of it that bf16 cannot hold."""
-        slot = block.layout.slots[name]
-        if tuple(tensor.shape) != slot.shape:
-            raise ValueError(
-                f"tensor {block.names[name]!r} has shape {tuple(tensor.shape)}, config.json implies {slot.shape}"
-            )
+        check_shape(block, name, tuple(tensor.shape))
         place = self._store.view(block, name)
-        if self._optimizer is None or self._store.dtype != torch.bfloat16:
+        if self._store.dtype != torch.bfloat16:
             place.copy_(tensor)
+        elif self._optimizer is None:
+            place.copy_(nearest_bfloat16(tensor))
         elif tensor.dtype == torch.bfloat16:
             place.copy_(tensor)
             block.layout.view(self._optimizer.state[block.name].residual, name).zero_()
@@ -312,21 +340,32 @@ class StreamTrainer:
             store.end_write(block)
         return store
 
-    def _check(self, packs: Sequence[PackedBatch], *, train: bool) -> None:
+    def _drop_gradients(self) -> None:
+        """After a failure: nothing that was summed so far may reach an update."""
+        with contextlib.suppress(RuntimeError):  # the error that is on its way up is the one to tell
+            self._executor.drain()
+        self._gradients.clear()
+        self._executor.grad_norms.clear()
+
+    def _sweeps(self, packs: Sequence[PackedBatch], *, train: bool) -> list[list[PackedBatch]]:
         if not packs:
             raise ValueError("no packs: the mini-batch is empty")
         check_packs(self.plan, self.config, packs)
         schedule = LayerSchedule(self.spec.num_layers, self.config.checkpoint_interval, train=train)
-        tokens = sum(p.num_tokens for p in packs)
-        check_layer_inputs(
-            self.plan, schedule.num_slots * tokens * self.spec.hidden_size * self.config.param_torch_dtype.itemsize
-        )
+        hidden_bytes = self.spec.hidden_size * self.config.param_torch_dtype.itemsize
+        return cut_sweeps(self.plan, packs, num_slots=schedule.num_slots, bytes_per_token=hidden_bytes)
 
     def _require_training(self) -> None:
+        self._require_open()
         if self._optimizer is None:
             raise ValueError("this trainer is forward only (adamw=None)")
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the trainer is closed")
+
     def _wait_for_optimizer(self) -> None:
+        self._require_open()
         if self._optimizer is not None:
             self._optimizer.wait()
 

@@ -177,6 +177,17 @@ def test_a_broken_checkpoint_changes_nothing(tmp_path, name, message):
     trainer.close()
 
 
+def test_state_of_another_layout_is_refused(tmp_path, monkeypatch):
+    """Optimizer state is flat: were a layer's parameters ordered otherwise, moments would go to the wrong ones."""
+    trainer = build(tiny.saved(tiny.model(tiny.config()), tmp_path / "model"))
+    trainer.save_checkpoint(tmp_path / "c")
+    layout = checkpoint._layout
+    monkeypatch.setattr(checkpoint, "_layout", lambda block: layout(block).replace("q_proj", "k_proj"))
+    with pytest.raises(ValueError, match="the optimizer state of layers.0 is laid out for other parameters"):
+        trainer.load_checkpoint(tmp_path / "c")
+    trainer.close()
+
+
 def test_another_dtype_is_refused(tmp_path):
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path / "model")
     trainer = build(directory, "float32")

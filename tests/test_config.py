@@ -22,7 +22,7 @@ def test_misspelt_setting_names_the_nearest():
     [
         ("gpu_budget_gb", 0), ("checkpoint_interval", 0), ("num_grad_slabs", 0), ("ring_depth", 0), ("ring_depth", 1.5),
         ("pack_tokens", 0), ("optimizer", "sgd"), ("param_dtype", "float16"), ("grad_dtype", "fp8"), ("attention", "eager"),
-        ("reference", "disk"), ("cpu_threads", 0), ("host_budget_gb", -1),
+        ("reference", "disk"), ("cpu_threads", 0), ("cpu_threads", 1.5), ("pack_tokens", 1.5), ("pack_tokens", "48"), ("gpu_budget_gb", "9"), ("compile", "no"), ("ring_depth", True), ("host_budget_gb", -1),
     ],
 )  # fmt: skip
 def test_bad_value_names_the_setting(knob, value):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import tiny
+import torch
 
 from megatrain_rl.batch import pack_sequences
 from megatrain_rl.bench.shapes import shape_config
@@ -11,6 +12,7 @@ from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.model.decoder import decoder_spec
 from megatrain_rl.objectives import NegativeLogLikelihood
 from megatrain_rl.planner import check_packs, make_plan
+from megatrain_rl.streaming.schedule import LayerSchedule
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def test_7b_fits_nine_gb(qwen_7b):
 def test_a_smaller_budget_gives_smaller_packs(qwen_7b):
     small = plan(qwen_7b, gpu_budget_gb=7)
     assert 256 <= small.max_pack_tokens < plan(qwen_7b).max_pack_tokens
-    assert 64 <= small.head_chunk < plan(qwen_7b).head_chunk
+    assert 64 <= small.head_chunk(4096) < plan(qwen_7b).head_chunk(4096)
 
 
 def test_budget_too_small_names_what_would_do(qwen_7b):
@@ -77,9 +79,68 @@ def test_sequence_beyond_the_budget(tmp_path):
     trainer.close()
 
 
-def test_layer_inputs_beyond_the_host(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_several_sweeps_give_the_update_of_one(tmp_path, dtype):
+    """Layer inputs beyond host RAM run in several sweeps: the same statistics, and the same gradients up to the rounding of the
+    sums that come back in between."""
+    types = dict(param_dtype=dtype, grad_dtype=dtype)
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config(tied=True)), tmp_path), **types)
+    data = tiny.sequences()
+    packs, objective = tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data))
+    whole = trainer.forward_backward(packs, objective)
+    gradients = {n: g.float().clone() for n, g in trainer.named_gradients()}
+    norm = trainer.optim_step().grad_norm
+    trainer.load_named_parameters(tiny.model(tiny.config(tied=True)).named_parameters())
+    one_pack = (
+        LayerSchedule(5, 1, train=True).num_slots
+        * max(p.num_tokens for p in packs)
+        * 64
+        * (4 if dtype == "float32" else 2)
+    )
+    trainer.plan = dataclasses.replace(trainer.plan, host_limit_bytes=trainer.plan.host_bytes + one_pack)
+    assert len(trainer._sweeps(packs, train=True)) == len(packs) >= 3
+    cut = trainer.forward_backward(packs, objective)
+    assert cut.losses == whole.losses
+    assert all(torch.equal(a.log_probs_T, b.log_probs_T) for a, b in zip(cut.stats, whole.stats, strict=True))
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    total = torch.cat([g.flatten() for g in gradients.values()]).norm()
+    for name, gradient in trainer.named_gradients():
+        assert (gradient.float() - gradients[name]).norm() <= tolerance * (gradients[name].norm() + 0.01 * total), name
+    assert trainer.optim_step().grad_norm == pytest.approx(norm, rel=tolerance)
+    assert len(trainer.log_probs(packs)) == len(packs)
+    trainer.close()
+
+
+def test_a_pack_beyond_the_host(tmp_path):
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
     trainer.plan = dataclasses.replace(trainer.plan, host_limit_bytes=trainer.plan.host_bytes + 1000)
-    with pytest.raises(ValueError, match="layer inputs of this mini-batch need .* lower ppo_mini_batch_size"):
+    with pytest.raises(ValueError, match="layer inputs of a pack of .* lower pack_tokens, raise checkpoint_interval"):
         trainer.log_probs(tiny.packs(tiny.sequences()))
     trainer.close()
+
+
+@pytest.mark.parametrize("budget", [7.0, 8.0, 9.0])
+@pytest.mark.parametrize("pack_tokens", [512, 1024, None])
+def test_every_admitted_pack_stays_under_the_cap(qwen_7b, budget, pack_tokens):
+    """The head's chunk shrinks for a longer pack, down to the least one for the longest."""
+    made = plan(qwen_7b, gpu_budget_gb=budget, pack_tokens=pack_tokens)
+    for tokens in (1, 512, made.pack_tokens, made.max_pack_tokens):
+        assert made.costs.peak(tokens, made.head_chunk(tokens)) + made.resident_bytes <= made.gpu_cap_bytes
+
+
+def test_machine_limits_come_from_the_cgroup(tmp_path, monkeypatch):
+    """A quota of cores counts, and page cache counts as available memory."""
+    from megatrain_rl.host import machine
+
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    free, cores = machine.available_host_bytes(), machine.usable_cores()
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.usable_cores() == cores
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert machine.usable_cores() == 1
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 300000\nactive_file 50000\n")
+    assert machine.available_host_bytes() == 450000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.available_host_bytes() > 0.5 * free

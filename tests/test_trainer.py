@@ -1,6 +1,9 @@
 """The streamed step against the oracle: loss, every gradient, weights after several steps; fp32 near-exact, bf16 no worse than
 eager bf16 judged against fp32."""
 
+import threading
+import weakref
+
 import oracle
 import pytest
 import tiny
@@ -10,6 +13,7 @@ from megatrain_rl.batch import pack_sequences
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.model.decoder import decoder_spec
 from megatrain_rl.objectives import NegativeLogLikelihood, ObjectiveOutput
+from megatrain_rl.ops.adamw import join_master
 from megatrain_rl.trainer import StreamTrainer
 
 
@@ -133,8 +137,6 @@ def test_small_learning_rate_moves_bf16_masters(tmp_path):
         trainer.optim_step()
         optimizer.step()
     trainer.synchronize()
-    from megatrain_rl.ops.adamw import join_master
-
     for block in trainer.spec.blocks:
         state = trainer._optimizer.state[block.name]
         master = join_master(trainer._store.read(block), state.residual)
@@ -154,6 +156,10 @@ def test_no_predicted_token(tmp_path, device):
     out = trainer.forward_backward(packs, NegativeLogLikelihood(packs), entropy=True)
     assert out.losses == [0.0, 0.0] and not out.nonfinite_loss
     assert all(g.abs().max() == 0 for _, g in trainer.named_gradients())
+    trainer.zero_grad()
+    with pytest.raises(ValueError, match="no gradients"):
+        next(trainer.named_gradients())
+    trainer.forward_backward(packs, NegativeLogLikelihood(packs))
     assert trainer.optim_step().grad_norm == 0.0
     trainer.close()
 
@@ -306,38 +312,193 @@ def test_rope_that_depends_on_the_longest_sequence_is_refused():
         decoder_spec(config)
 
 
+def master(trainer, block):
+    """fp32 master weights of a block, flat."""
+    trainer.synchronize()
+    return join_master(trainer._store.read(block), trainer._optimizer.state[block.name].residual)
+
+
 def test_optimizer_names_agree(tmp_path):
     """`torch` steps the same exact master as `native`, to fp32 rounding."""
     data = tiny.sequences()
     directory = tiny.saved(tiny.model(tiny.config(), dtype=torch.bfloat16), tmp_path)
-    results = {}
+    results = []
     for optimizer in ("native", "torch"):
         trainer = tiny.trainer(directory, optimizer=optimizer, param_dtype="bfloat16", adamw=AdamWConfig(lr=1e-4))
-        for _ in range(3):
+        start = [master(trainer, b).clone() for b in trainer.spec.blocks]
+        for _ in range(2):
             trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
             trainer.optim_step()
-        trainer.synchronize()
-        results[optimizer] = {b.name: trainer._optimizer.state[b.name] for b in trainer.spec.blocks}
+        end = [master(trainer, b).clone() for b in trainer.spec.blocks]
+        moments = [trainer._optimizer.state[b.name] for b in trainer.spec.blocks]
+        results.append((start, end, moments))
         trainer.close()
-    for name, state in results["native"].items():
-        other = results["torch"][name]
-        assert torch.allclose(state.exp_avg, other.exp_avg, rtol=1e-5, atol=1e-7)
-        assert torch.allclose(state.exp_avg_sq, other.exp_avg_sq, rtol=1e-5, atol=1e-9)
+    for start, ours, theirs in zip(results[0][0], results[0][1], results[1][1], strict=True):
+        assert (ours - start).abs().max() > 1e-5
+        # two steps: where a gradient is rounding noise the second one may already differ in sign
+        assert ((ours - theirs).abs() <= 1e-7 + 1e-5 * ours.abs()).float().mean() > 0.98
+    for ours, theirs in zip(results[0][2], results[1][2], strict=True):
+        assert torch.allclose(ours.exp_avg, theirs.exp_avg, rtol=1e-3, atol=1e-5)
 
 
-def test_loaded_fp32_weights_survive_the_first_step(tmp_path):
-    """Replacing weights replaces the master too: a step at lr 0 changes nothing."""
+def test_loaded_fp32_weights_are_the_masters(tmp_path):
+    """Replacing weights replaces the master exactly: residuals of earlier weights would revert the model in part."""
     model = tiny.model(tiny.config())
     data = tiny.sequences()
-    trainer = tiny.trainer(
-        tiny.saved(model, tmp_path), param_dtype="bfloat16", adamw=AdamWConfig(lr=0.0, weight_decay=0.0)
-    )
-    new = {n: torch.randn_like(p) for n, p in model.named_parameters()}
-    trainer.load_named_parameters(new.items())
+    trainer = tiny.trainer(tiny.saved(model, tmp_path), param_dtype="bfloat16", adamw=AdamWConfig(lr=1e-2))
     trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
     trainer.optim_step()
-    for name, weight in trainer.named_parameters():
-        assert (weight.float() - new[name]).abs().max() <= new[name].abs().max() / 256
+    new = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    trainer.load_named_parameters(new.items())
+    for block in trainer.spec.blocks:
+        flat = master(trainer, block)
+        for name in block.layout.slots:
+            assert torch.equal(block.layout.view(flat, name), new[block.names[name]])
     with pytest.raises(ValueError, match="not a parameter"):
         trainer.load_named_parameters([("no.such", torch.zeros(1))])
     trainer.close()
+
+
+@pytest.mark.parametrize("kept", ["mmap", "pinned"])
+def test_reference_and_policy_round_an_fp32_checkpoint_alike(tmp_path, kept):
+    """Values half-way between two bf16 numbers: the policy's, the reference's and a forward-only trainer's weights agree."""
+    model = tiny.model(tiny.config())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            bits = parameter.view(torch.int32)
+            parameter.copy_(((bits & -65536) | 0x8000).view(torch.float32))  # every value a tie
+    directory = tiny.saved(model, tmp_path)
+    knobs = dict(param_dtype="bfloat16", grad_dtype="bfloat16", pack_tokens=48, cpu_threads=1)
+    packs = tiny.packs(tiny.sequences())
+    results = []
+    for adamw in (AdamWConfig(), None):
+        trainer = StreamTrainer.from_pretrained(
+            directory, config=StreamConfig(reference=kept, **knobs), adamw=adamw, device="cpu", reference=True
+        )
+        results += [trainer.log_probs(packs), trainer.log_probs(packs, weights="reference")]
+        trainer.close()
+    for other in results[1:]:
+        assert all(torch.equal(a.log_probs_T, b.log_probs_T) for a, b in zip(results[0], other, strict=True))
+
+
+def test_padding_token_gets_no_embedding_gradient(tmp_path):
+    """As in transformers: the row of pad_token_id learns nothing from the input side, and from a tied head it does."""
+    for tied in (False, True):
+        model = tiny.model(tiny.config(tied=tied, pad_token_id=7))
+        data = [torch.tensor([1, 7, 3, 7, 7, 5]), torch.tensor([7, 2, 9])]
+        weights = tiny.token_weights(data)
+        trainer = tiny.trainer(tiny.saved(model, tmp_path / str(tied)))
+        trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(weights))
+        oracle_loss(model, data, weights, 1.0, 0.0).backward()
+        ours = dict(trainer.named_gradients())["model.embed_tokens.weight"]
+        theirs = model.get_parameter("model.embed_tokens.weight").grad
+        assert torch.allclose(ours, theirs, atol=1e-5)
+        assert (ours[7].abs().max() > 0) == tied
+        trainer.close()
+
+
+def test_a_failed_sweep_leaves_nothing_to_step_with(tmp_path, monkeypatch):
+    """An error in the middle of backward: the gradients of the blocks that were done never reach an update."""
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    data = tiny.sequences()
+    packs, objective = tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data))
+    trainer.forward_backward(packs, objective)
+    backward, calls = trainer._executor._layer_backward, []
+
+    def fail_at_layer_two(visit, *args):
+        calls.append(visit.layer)
+        if visit.layer == 2:
+            raise OSError("the cable fell out")
+        backward(visit, *args)
+
+    monkeypatch.setattr(trainer._executor, "_layer_backward", fail_at_layer_two)
+    with pytest.raises(OSError):
+        trainer.forward_backward(packs, objective)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="optim_step without complete gradients"):
+        trainer.optim_step()
+    fresh = tiny.trainer(tmp_path)
+    for each in (trainer, fresh):
+        each.forward_backward(packs, objective)
+        each.optim_step()
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(trainer.named_parameters(), fresh.named_parameters(), strict=True)
+    )
+    trainer.close()
+    fresh.close()
+
+
+def test_error_of_the_optimizer_thread_reaches_the_caller(tmp_path, monkeypatch):
+    """Whoever reads weights next gets it; a checkpoint heals the trainer."""
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path / "m"))
+    data = tiny.sequences()
+    packs, objective = tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data))
+    trainer.save_checkpoint(tmp_path / "c")
+    before = [s.log_probs_T for s in trainer.log_probs(packs)]
+    step_block = trainer._optimizer._step_block
+
+    def fail_at_layer_two(block, *args):
+        if block.name == "layers.2":
+            raise MemoryError("no room")
+        step_block(block, *args)
+
+    monkeypatch.setattr(trainer._optimizer, "_step_block", fail_at_layer_two)
+    trainer.forward_backward(packs, objective)
+    trainer.optim_step()
+    for call in (lambda: trainer.log_probs(packs), trainer.synchronize, lambda: list(trainer.named_parameters())):
+        with pytest.raises(RuntimeError, match="weights are incomplete, resume from a checkpoint") as error:
+            call()
+        assert isinstance(error.value.__cause__, MemoryError)
+    monkeypatch.undo()
+    trainer.load_checkpoint(tmp_path / "c")
+    assert all(torch.equal(a, b.log_probs_T) for a, b in zip(before, trainer.log_probs(packs), strict=True))
+    trainer.close()
+
+
+def test_head_gradient_is_not_kept_through_backward(tmp_path, monkeypatch):
+    """The fp32 sum of the output matrix is gone before the layers' backward needs the memory."""
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    sums, seen = [], []
+    new_sum, embedding_gradient = trainer._executor._new_sum, trainer._executor._embedding_gradient
+
+    def watched_sum(block):
+        made = new_sum(block)
+        sums.append(weakref.ref(made))
+        return made
+
+    def look(*args):
+        seen.extend(ref() is None for ref in sums)
+        embedding_gradient(*args)
+
+    monkeypatch.setattr(trainer._executor, "_new_sum", watched_sum)
+    monkeypatch.setattr(trainer._executor, "_embedding_gradient", look)
+    data = tiny.sequences()
+    trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
+    assert seen == [True]
+    trainer.close()
+
+
+def test_closed_trainer_says_so(tmp_path):
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    packs = tiny.packs(tiny.sequences())
+    trainer.close()
+    trainer.close()
+    for call in (
+        trainer.synchronize,
+        trainer.zero_grad,
+        trainer.optim_step,
+        lambda: trainer.log_probs(packs),
+        lambda: trainer.save_checkpoint(tmp_path / "c"),
+    ):
+        with pytest.raises(ValueError, match="the trainer is closed"):
+            call()
+
+
+def test_refused_load_leaves_nothing_behind(tmp_path):
+    """A checkpoint that does not fit is found before threads start and memory is taken."""
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
+    tiny.config(intermediate_size=96).save_pretrained(directory)
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="config.json implies"):
+        tiny.trainer(directory)
+    assert threading.active_count() == before

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     lines = [
         f"{arguments.shape}: {trainer.spec.num_parameters / 1e9:.2f} B parameters, {trainer.spec.num_layers} layers, "
-        f"packs of {trainer.pack_tokens}, head chunk {trainer.plan.head_chunk}, ready in {time.perf_counter() - started:.1f} s"
+        f"packs of {trainer.pack_tokens}, head chunk {trainer.plan.head_chunk(trainer.pack_tokens)}, ready in {time.perf_counter() - started:.1f} s"
     ]
     print(lines[0], flush=True)
     seconds = []

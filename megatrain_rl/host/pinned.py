@@ -5,6 +5,7 @@ cudaHostAlloc and without the power-of-two rounding of a caching allocator. Regi
 them (or is collected), before the memory goes.
 """
 
+import ctypes
 import logging
 import weakref
 
@@ -42,6 +43,7 @@ def _register(flat: Tensor) -> bool:
     status = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
     if int(status) == 0:
         return True
+    _forget_cuda_error()
     if not _warned:
         _warned = True
         log.warning(
@@ -51,6 +53,12 @@ def _register(flat: Tensor) -> bool:
             int(status),
         )
     return False
+
+
+def _forget_cuda_error() -> None:
+    """A refused call leaves its error behind as the thread's last one, and the next kernel launch would report it as its own."""
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # the one torch has loaded
+    runtime.cudaGetLastError()
 
 
 def _unregister(flat: Tensor) -> None:

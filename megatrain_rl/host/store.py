@@ -13,6 +13,7 @@ from torch import Tensor
 from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.model.decoder import Block, DecoderSpec
 from megatrain_rl.model.hf_io import CheckpointReader
+from megatrain_rl.ops.adamw import nearest_bfloat16
 
 
 class HostFence(Protocol):
@@ -30,6 +31,8 @@ class WeightStore(Protocol):
 
     def copied(self, block: Block, fence: HostFence) -> None:
         """Tell the store that the device copy of what `read` returned is complete once `fence` is."""
+
+    def close(self) -> None: ...
 
     def rows(self, block: Block, name: str, index: Tensor, out: Tensor) -> None:
         """Gather rows `index` (n,) of the matrix `name` (V, H) of `block` into `out` (n, H) on the host."""
@@ -83,6 +86,10 @@ class HostStore:
         for event in self._readable.values():
             event.set()
 
+    def recovered(self) -> None:
+        """Every block has been written anew: readers need not hear of an earlier failure."""
+        self._error = None
+
     def close(self) -> None:
         for region in self._regions.values():
             region.close()
@@ -121,19 +128,30 @@ class MappedStore:
         self._fences[self._holder[block.name]] = fence
 
     def rows(self, block: Block, name: str, index: Tensor, out: Tensor) -> None:
-        out.copy_(self._reader.tensor(block.names[name]).index_select(0, index))
+        rows = self._reader.tensor(block.names[name]).index_select(0, index)
+        out.copy_(nearest_bfloat16(rows) if out.dtype == torch.bfloat16 else rows)
 
     def close(self) -> None:
         for region in self._staging:
             region.close()
 
 
+def check_shapes(spec: DecoderSpec, reader: CheckpointReader) -> None:
+    """Every parameter is in the checkpoint with the shape that config.json implies, or a ValueError names it."""
+    for block in spec.blocks:
+        for name in block.layout.slots:
+            check_shape(block, name, tuple(reader.tensor(block.names[name]).shape))
+
+
+def check_shape(block: Block, name: str, shape: tuple[int, ...]) -> None:
+    expected = block.layout.slots[name].shape
+    if shape != expected:
+        raise ValueError(f"tensor {block.names[name]!r} has shape {shape}, config.json implies {expected}")
+
+
 def fill_from_checkpoint(block: Block, flat: Tensor, reader: CheckpointReader) -> None:
-    """Copy a block's parameters from `reader` into `flat`; a wrong shape is a ValueError that names the tensor."""
-    for name, slot in block.layout.slots.items():
+    """Copy a block's parameters from `reader` into `flat`, rounded like the optimizer rounds its masters."""
+    for name in block.layout.slots:
         tensor = reader.tensor(block.names[name])
-        if tuple(tensor.shape) != slot.shape:
-            raise ValueError(
-                f"{reader.directory}: tensor {block.names[name]!r} has shape {tuple(tensor.shape)}, config.json implies {slot.shape}"
-            )
-        block.layout.view(flat, name).copy_(tensor)
+        place = block.layout.view(flat, name)
+        place.copy_(nearest_bfloat16(tensor) if place.dtype == torch.bfloat16 else tensor)

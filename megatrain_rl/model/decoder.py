@@ -45,6 +45,7 @@ class DecoderSpec:
     norm_module: nn.Module
     rotary_class: type[nn.Module]
     tied: bool
+    padding_idx: int | None  # a token whose embedding row gets no gradient from the input side, as in transformers
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -116,6 +117,7 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
         norm_module=norm,
         rotary_class=rotary_class,
         tied=tied,
+        padding_idx=embed.padding_idx,
     )
 
 

@@ -86,7 +86,6 @@ def write_checkpoint(
     saved["dtype"] = str(dtype).removeprefix("torch.")
     saved.pop("_attn_implementation", None)
     type(config)(**saved).save_pretrained(directory)
-    # save_pretrained may drop what equals a class default; the architecture must stay for AutoModel and serving engines.
     if companions_of is not None:
         for pattern in _COMPANIONS:
             for file in companions_of.glob(pattern):

@@ -1,4 +1,4 @@
-"""LayerTemplate: a meta module run over views of a flat buffer. Nothing is copied to bind a layer's weights.
+"""LayerRunner: meta modules run over views of flat buffers. Nothing is copied to bind a layer's weights.
 
 Shapes: T tokens of a pack, H hidden size.
 """
@@ -17,10 +17,13 @@ from megatrain_rl.model.decoder import DecoderSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """What every layer needs of a pack besides the hidden states; made once per pack and sweep, on the device."""
+    """What every layer needs of a pack besides the hidden states; made once per pack and sweep, on the device.
+
+    cos_sin: rotary tables (1, T, D) each, or None to make them anew in every layer.
+    """
 
     positions_1T: Tensor
-    cos_sin: tuple[Tensor, Tensor]
+    cos_sin: tuple[Tensor, Tensor] | None
     attention: dict[str, Any]  # keyword arguments of `packed_attention`
 
 
@@ -45,13 +48,13 @@ class LayerRunner:
                 )
         self._functions = [graphs[m] for m in spec.layer_modules]
 
-    def inputs(self, pack: PackedBatch) -> LayerInputs:
+    def inputs(self, pack: PackedBatch, *, keep_rotary: bool) -> LayerInputs:
+        """keep_rotary: hold the pack's rotary tables; without, its memory is 8 bytes a token."""
         positions_1T = pack.positions_T.to(self._device, non_blocking=True)[None]
-        probe = torch.empty((), dtype=self._dtype, device=self._device)  # rotary takes dtype and device from it
         sdpa = self._backend == "sdpa"
         return LayerInputs(
             positions_1T=positions_1T,
-            cos_sin=self._rotary(probe, positions_1T),
+            cos_sin=self._cos_sin(positions_1T) if keep_rotary else None,
             attention=dict(
                 cu_seqlens=pack.cu_seqlens.to(self._device, non_blocking=True),
                 sequence_bounds=tuple(pack.cu_seqlens.tolist()) if sdpa else (),
@@ -62,7 +65,12 @@ class LayerRunner:
 
     def layer(self, index: int, weights: dict[str, Tensor], hidden_TH: Tensor, inputs: LayerInputs) -> Tensor:
         """Output (T, H) of layer `index` on `hidden_TH` with these weights (by their names in the layer's layout)."""
-        return self._functions[index](weights, hidden_TH, inputs.positions_1T, inputs.cos_sin, inputs.attention)
+        cos_sin = inputs.cos_sin or self._cos_sin(inputs.positions_1T)
+        return self._functions[index](weights, hidden_TH, inputs.positions_1T, cos_sin, inputs.attention)
+
+    def _cos_sin(self, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
+        probe = torch.empty((), dtype=self._dtype, device=self._device)  # the module takes dtype and device from it
+        return self._rotary(probe, positions_1T)
 
     def norm(self, weights: dict[str, Tensor], hidden_TH: Tensor) -> Tensor:
         """Final norm; `weights` by their names in the head block ("norm.weight")."""

@@ -31,7 +31,16 @@ class AdamWScalars:
     grad_scale: float
 
     @classmethod
-    def of(cls, *, lr, betas, eps, weight_decay, step, grad_scale) -> "AdamWScalars":
+    def of(
+        cls,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+    ) -> "AdamWScalars":
         """step: 1 for the first update. grad_scale: factor on the gradients (clipping)."""
         b1, b2 = betas
         return cls(
@@ -93,13 +102,19 @@ def join_master(weight: Tensor, residual: Tensor) -> Tensor:
     return (high + residual.to(torch.int32)).view(torch.float32)
 
 
+def nearest_bfloat16(values: Tensor) -> Tensor:
+    """The bf16 weight a master of these values has, whatever their dtype: nearest, ties away from zero."""
+    if values.dtype == torch.bfloat16:
+        return values
+    bits = values.float().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 def split_master(master: Tensor, weight: Tensor, residual: Tensor) -> None:
     """Split an fp32 master into the bf16 weight nearest to it (ties away from zero) and the int16 rest."""
-    bits = master.view(torch.int32)
-    # int32 arithmetic wraps like the native op's uint32; the shift is arithmetic, but only the low 16 bits of it are kept
-    rounded = (bits + 0x8000) >> 16
-    weight.view(torch.int16).copy_(rounded.to(torch.int16))
-    residual.copy_((bits - (rounded << 16)).to(torch.int16))
+    weight.copy_(nearest_bfloat16(master))
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    residual.copy_((master.view(torch.int32) - high).to(torch.int16))
 
 
 def _check(weight: Tensor, residual: Tensor | None, grad: Tensor, m: Tensor, v: Tensor) -> None:

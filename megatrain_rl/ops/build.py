@@ -33,14 +33,14 @@ def _processor() -> str:
 def load_library(name: str) -> ctypes.CDLL:
     """The library of `csrc/{name}.cpp`. Built into $XDG_CACHE_HOME/megatrain_rl when it is not there yet.
 
-    A missing compiler or a failed build is a RuntimeError with the compiler's words.
+    A missing compiler is a ValueError with the setting to change, a failed build a RuntimeError with the compiler's words.
     """
     source = _SOURCES / f"{name}.cpp"
     compiler = os.environ.get("CXX", "g++")
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise RuntimeError(
+        raise ValueError(
             f"the native host optimizer needs a C++ compiler and {compiler!r} does not run; install g++, set CXX, or set "
             "optimizer=torch"
         ) from error

@@ -5,7 +5,6 @@ State per parameter: int16 residual (bf16 weights only), fp32 exp_avg and exp_av
 waits for that block in `HostStore.read`.
 """
 
-import os
 import queue
 import threading
 
@@ -18,11 +17,7 @@ from megatrain_rl.host.store import HostStore
 from megatrain_rl.model.decoder import Block, DecoderSpec
 from megatrain_rl.ops.adamw import AdamWScalars, adamw_native
 from megatrain_rl.ops.build import load_library
-from megatrain_rl.optim.library import deepspeed_adamw, torch_adamw
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
+from megatrain_rl.optim.library import LibraryAdamW, deepspeed_adamw, torch_adamw
 
 
 class BlockState:
@@ -39,23 +34,33 @@ class BlockState:
         return named if self.residual is None else {**named, "residual": self.residual}
 
 
+def make_library(config: StreamConfig, adamw: AdamWConfig) -> LibraryAdamW | None:
+    """The library `config.optimizer` names, or None for the native op. What is missing on this machine is an error here, so
+    call it before allocating anything."""
+    if config.optimizer == "native":
+        load_library("adamw")
+        return None
+    return {"torch": torch_adamw, "deepspeed": deepspeed_adamw}[config.optimizer](adamw)
+
+
 class HostAdamW:
     """Steps `store` with `gradients`. `step_count` is the number of updates applied or started."""
 
     def __init__(
-        self, spec: DecoderSpec, store: HostStore, gradients: HostGradients, adamw: AdamWConfig, config: StreamConfig
+        self,
+        spec: DecoderSpec,
+        store: HostStore,
+        gradients: HostGradients,
+        adamw: AdamWConfig,
+        library: LibraryAdamW | None,
+        threads: int,
     ):
         self._spec = spec
         self._store = store
         self._gradients = gradients
         self._adamw = adamw
-        # Set on purpose: Ray starts its workers with OMP_NUM_THREADS=1, which would make this ten times slower or more.
-        self._threads = config.cpu_threads or usable_cores()
-        self._library = {"torch": torch_adamw, "deepspeed": deepspeed_adamw}.get(config.optimizer, lambda _: None)(
-            adamw
-        )
-        if self._library is None:
-            load_library("adamw")  # a missing compiler is an error now, not inside the first step
+        self._threads = threads
+        self._library = library
         self.state = {b.name: BlockState(b, split=store.dtype == torch.bfloat16) for b in spec.blocks}
         self.step_count = 0
         self._jobs: queue.Queue[tuple[Block, AdamWScalars, float] | None] = queue.Queue()
@@ -77,8 +82,12 @@ class HostAdamW:
 
     def wait(self) -> None:
         """Until the update is complete; raises what went wrong in it."""
-        self._jobs.join()
+        self.settle()
         self._store.read(self._spec.embed)
+
+    def settle(self) -> None:
+        """Until the worker is idle, whatever came of its work."""
+        self._jobs.join()
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -86,8 +95,11 @@ class HostAdamW:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
-        while (job := self._jobs.get()) is not None:
+        while True:
+            job = self._jobs.get()
             try:
+                if job is None:
+                    return
                 self._step_block(*job)
             except BaseException as error:  # raised where the weights are read
                 self._store.fail(error)

@@ -8,7 +8,6 @@ from VERL's `LLMServerClient`.
 
 import asyncio
 import copy
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
+from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.rollout.generation import BatchGenerator, Request
 from megatrain_rl.rollout.sampling import SamplingParams
 from megatrain_rl.rollout.weights import WeightUpdate
@@ -245,7 +245,7 @@ def _num_threads(config: RolloutConfig) -> int:
     if knobs:
         raise ValueError(f"unknown setting rollout.engine_kwargs.embedded.{sorted(knobs)[0]}; known: num_threads")
     if threads is None:
-        return len(os.sched_getaffinity(0))
+        return usable_cores()
     if not isinstance(threads, int) or threads < 1:
         raise ValueError(f"rollout.engine_kwargs.embedded.num_threads={threads!r}: must be at least 1, or null")
     return threads

@@ -6,6 +6,8 @@ between them. The caller (StreamTrainer) chooses the store: handing it the froze
 Shapes: T tokens of a pack, P predicted tokens of it, H hidden size, V vocabulary.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,10 @@ from megatrain_rl.transfer.grad_slabs import GradSlabPool
 from megatrain_rl.transfer.lanes import Lanes
 from megatrain_rl.transfer.weight_ring import WeightRing, upload
 
+# Rotary tables of the first packs of a sweep are kept on the device, those of later ones made anew in every layer: what is kept
+# must not grow with the batch.
+_ROTARY_TOKENS = 65536
+
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePack:
@@ -43,27 +49,40 @@ class DevicePack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepResult:
-    """Per pack: losses as numbers, metrics as the objective gave them, statistics on the CPU. Gradients exist only if every
-    loss was finite."""
+class ForwardBackwardOutput:
+    """Per pack: loss, metrics as the objective gave them, statistics on the CPU. nonfinite_loss: some loss was not finite, so
+    backward was not started and no gradient was added."""
 
     losses: list[float]
     metrics: list[dict[str, Any]]
     stats: list[TokenStats]
-    finite: bool
+    nonfinite_loss: bool
+
+
+def _on_compute_lane(sweep):
+    """Kernels of a sweep go to the lane that the transfers' marks refer to, whatever stream the caller is on."""
+
+    @functools.wraps(sweep)
+    def run(self, *args, **kwargs):
+        with self._lanes.compute:
+            return sweep(self, *args, **kwargs)
+
+    return run
 
 
 class StreamExecutor:
+    """Allocates the ring at once and, in `enable_training`, what gradients need. One caller at a time."""
+
     def __init__(self, spec: DecoderSpec, config: StreamConfig, plan: MemoryPlan, device: torch.device):
-        pin = device.type == "cuda"
         dtype = config.param_torch_dtype
+        backend = resolve_backend(config.attention, device, dtype)  # first: it may refuse the setting
+        pin = device.type == "cuda"
         self._spec = spec
         self._plan = plan
         self._device = device
         self._dtype = dtype
         self._interval = config.checkpoint_interval
         self._lanes = Lanes.on(device)
-        backend = resolve_backend(config.attention, device, dtype)
         self._runner = LayerRunner(spec, device, dtype, backend, config.compile and device.type == "cuda")
         self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
         self._activations = ActivationStore(self._lanes, device, spec.hidden_size, dtype, pin=pin)
@@ -84,6 +103,7 @@ class StreamExecutor:
         )
 
     @torch.no_grad()
+    @_on_compute_lane
     def log_probs(self, packs: Sequence[PackedBatch], store: WeightStore, *, entropy: bool) -> list[TokenStats]:
         """Statistics of `packs` under the weights of `store`, on the CPU."""
         schedule = LayerSchedule(self._spec.num_layers, self._interval, train=False)
@@ -95,15 +115,21 @@ class StreamExecutor:
             hidden_PH = hidden.take_final(m).index_select(0, dp.predict_P)
             normed_PH = self._runner.norm(norm_weights, hidden_PH)
             log_probs_P, entropy_P = head_forward(
-                normed_PH, weight_VH, dp.targets_P, dp.temperature_P, chunk=self._plan.head_chunk, entropy=entropy
+                normed_PH,
+                weight_VH,
+                dp.targets_P,
+                dp.temperature_P,
+                chunk=self._plan.head_chunk(dp.pack.num_tokens),
+                entropy=entropy,
             )
             stats.append(_scatter(dp, log_probs_P, entropy_P))
         return [_on_cpu(s) for s in stats]
 
     @torch.no_grad()
+    @_on_compute_lane
     def forward_backward(
         self, packs: Sequence[PackedBatch], store: WeightStore, objective: Objective, *, entropy: bool
-    ) -> SweepResult:
+    ) -> ForwardBackwardOutput:
         """One sweep of forward and backward; gradients are added to what HostGradients holds and land asynchronously."""
         assert self._slabs is not None, "forward-only executor"
         self._slabs.drain()
@@ -111,10 +137,9 @@ class StreamExecutor:
         device_packs, hidden = self._begin(packs, store, schedule)
         self._run_visits(schedule, range(schedule.num_forward), device_packs, hidden)
         result, sums = self._head_pass(device_packs, store, objective, hidden, entropy)
-        if result.finite:
-            for block, total in sums:
-                self._push(block, total)
-            del sums
+        if not result.nonfinite_loss:
+            while sums:  # no name may keep a pushed sum alive: it is as large as the output matrix
+                self._push(*sums.pop())
             self._run_visits(schedule, range(schedule.num_forward, len(schedule.visits)), device_packs, hidden)
             self._embedding_gradient(device_packs, hidden)
         return result
@@ -140,13 +165,18 @@ class StreamExecutor:
             store.rows(self._spec.embed, EMBED_WEIGHT, pack.tokens_T, self._activations.host_TH(0, m))
             self._activations.filled(0, m)
         self._ring.begin(store, [self._spec.layers[v.layer] for v in schedule.visits])
-        return [self._to_device(p) for p in packs], hidden
+        before = 0
+        device_packs = []
+        for pack in packs:
+            before += pack.num_tokens
+            device_packs.append(self._to_device(pack, keep_rotary=before <= _ROTARY_TOKENS))
+        return device_packs, hidden
 
-    def _to_device(self, pack: PackedBatch) -> DevicePack:
+    def _to_device(self, pack: PackedBatch, *, keep_rotary: bool) -> DevicePack:
         rows_P = pack.predict_T.nonzero()[:, 0]
         return DevicePack(
             pack=pack,
-            layer_inputs=self._runner.inputs(pack),
+            layer_inputs=self._runner.inputs(pack, keep_rotary=keep_rotary),
             predict_P=rows_P.to(self._device),
             targets_P=pack.targets_T[rows_P].to(self._device),
             temperature_P=pack.temperature_T[rows_P].to(self._device),
@@ -207,7 +237,7 @@ class StreamExecutor:
 
     def _head_pass(
         self, packs: list[DevicePack], store: WeightStore, objective: Objective, hidden: HiddenStates, entropy: bool
-    ) -> tuple[SweepResult, list[tuple[Block, Tensor]]]:
+    ) -> tuple[ForwardBackwardOutput, list[tuple[Block, Tensor]]]:
         """Head forward, objective and head backward of every pack; leaves each pack's gradient in `hidden`. Returns the
         gradient sums of the head's blocks, not pushed yet: a non-finite loss must not touch the gradients on the host."""
         spec = self._spec
@@ -227,8 +257,10 @@ class StreamExecutor:
             metrics.append(pack_metrics)
             stats.append(pack_stats)
         numbers = torch.stack(losses).tolist()
-        finite = all(abs(x) != float("inf") and x == x for x in numbers)
-        result = SweepResult(losses=numbers, metrics=metrics, stats=[_on_cpu(s) for s in stats], finite=finite)
+        finite = all(math.isfinite(x) for x in numbers)
+        result = ForwardBackwardOutput(
+            losses=numbers, metrics=metrics, stats=[_on_cpu(s) for s in stats], nonfinite_loss=not finite
+        )
         return result, [(block, sums[block.name]) for block in self._head_blocks()]
 
     def _head_of_pack(
@@ -242,7 +274,7 @@ class StreamExecutor:
         objective: Objective,
         entropy: bool,
     ) -> tuple[Tensor, Tensor, dict[str, Any], TokenStats]:
-        chunk = self._plan.head_chunk
+        chunk = self._plan.head_chunk(dp.pack.num_tokens)
         hidden_PH = hidden_TH.index_select(0, dp.predict_P).requires_grad_()
         norm_leaves = {n: w.detach().requires_grad_() for n, w in norm_weights.items() if n.startswith("norm.")}
         with torch.enable_grad():
@@ -290,9 +322,12 @@ class StreamExecutor:
         total = self._new_sum(block)
         total_VH = block.layout.view(total, EMBED_WEIGHT)
         for m, dp in enumerate(packs):
-            tokens_T = dp.pack.tokens_T.to(self._device)
+            tokens_T, grad_TH = dp.pack.tokens_T, hidden.take_gradient(m).float()
+            if self._spec.padding_idx is not None:
+                rows = (tokens_T != self._spec.padding_idx).nonzero()[:, 0]
+                tokens_T, grad_TH = tokens_T[rows], grad_TH.index_select(0, rows.to(self._device))
             # index_put_ sorts before it adds, so the sum has one order; index_add_ on CUDA has none
-            total_VH.index_put_((tokens_T,), hidden.take_gradient(m).float(), accumulate=True)
+            total_VH.index_put_((tokens_T.to(self._device),), grad_TH, accumulate=True)
         self._push(block, total)
 
     def _head_blocks(self) -> tuple[Block, ...]:

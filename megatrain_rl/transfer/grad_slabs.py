@@ -98,8 +98,11 @@ class GradSlabPool:
         return slab
 
     def _report_landings(self) -> None:
-        while (item := self._landings.get()) is not None:
+        while True:
+            item = self._landings.get()
             try:
+                if item is None:
+                    return
                 block, landed = item
                 landed.synchronize()
                 self._on_landed(block)

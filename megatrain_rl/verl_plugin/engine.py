@@ -6,7 +6,6 @@ nothing); within `disable_adapter()` log-probs are the frozen reference's. VERL 
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import StreamConfig
+from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.trainer import StreamTrainer
 from megatrain_rl.verl_plugin import batch, checkpoint, preflight
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER, MegaTrainEngineConfig, adamw_config, lr_schedule
@@ -101,7 +101,7 @@ class MegaTrainEngine(BaseEngine):
         """Load the model. The reference is taken here, from the model's files, so before any checkpoint is loaded."""
         config = self._stream_config()
         # Ray sets OMP_NUM_THREADS=1 in its workers
-        torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.cpu_threads or usable_cores())
         optim = self.optimizer_config
         self.trainer = StreamTrainer.from_pretrained(
             self.model_config.local_path,

@@ -82,7 +82,7 @@ def test_tiny_learning_rate_moves_the_master_not_the_weight():
 def test_missing_compiler_is_one_clear_error(monkeypatch):
     build.load_library.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler.*set CXX, or set optimizer=torch"):
+    with pytest.raises(ValueError, match="needs a C\\+\\+ compiler.*set CXX, or set optimizer=torch"):
         build.load_library("adamw")
     build.load_library.cache_clear()
 
