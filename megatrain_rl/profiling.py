@@ -95,7 +95,7 @@ def environment() -> dict[str, Any]:
         versions["cuda"] = torch.version.cuda
     versions["python"] = platform.python_version()
     run = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        ["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
     )
     commit = os.environ.get("MEGATRAIN_COMMIT") or run.stdout.strip() or "unknown"
     return {"commit": commit, "hardware": hardware, "versions": versions, "date": time.strftime("%Y-%m-%d")}
