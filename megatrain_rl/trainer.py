@@ -79,8 +79,6 @@ class StreamTrainer:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
-        if device.type == "cuda":
-            _cap_gpu_memory(device, self.plan.gpu_cap_bytes)
         self._executor = StreamExecutor(spec, config, self.plan, device)
         log.info(
             "streaming %.2f B parameters: packs of %d tokens, longest sequence %d, %.1f GB of host RAM",
@@ -310,8 +308,6 @@ class StreamTrainer:
         if self._reference is not None:
             self._reference.close()
         self._store.close()
-        if self._device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     # ---- inside ----
 
@@ -368,11 +364,3 @@ class StreamTrainer:
         self._require_open()
         if self._optimizer is not None:
             self._optimizer.wait()
-
-
-def _cap_gpu_memory(device: torch.device, cap_bytes: int) -> None:
-    """The allocator may reserve so much and no more: an allocation over it is an error here, not a surprise for the engine that
-    shares the card. Expandable segments keep what is reserved close to what is allocated."""
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)

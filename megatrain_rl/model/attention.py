@@ -79,7 +79,14 @@ def packed_attention(
     return out_TND[None], None
 
 
-def _sdpa(query, key, value, scaling, sequence_bounds, sliding_window) -> Tensor:
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    sequence_bounds: tuple[int, ...],
+    sliding_window: int | None,
+) -> Tensor:
     """Exact path: each sequence alone through torch's scaled dot product attention."""
     outs = []
     for start, end in zip(sequence_bounds[:-1], sequence_bounds[1:], strict=True):

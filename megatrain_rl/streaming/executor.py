@@ -3,7 +3,7 @@
 The order comes from LayerSchedule, transfers from the ring, the slabs and the activation store; what is here is the arithmetic
 between them. The caller (StreamTrainer) chooses the store: handing it the frozen one gives reference log-probs.
 
-Shapes: T tokens of a pack, P predicted tokens of it, H hidden size, V vocabulary.
+Shapes: T tokens of a pack, H hidden size, V vocabulary.
 """
 
 import functools
@@ -17,16 +17,17 @@ from torch import Tensor
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import StreamConfig
-from megatrain_rl.head import head_backward, head_forward
 from megatrain_rl.host.gradients import HostGradients
 from megatrain_rl.host.store import WeightStore
 from megatrain_rl.model.attention import resolve_backend
 from megatrain_rl.model.decoder import EMBED_WEIGHT, Block, DecoderSpec
-from megatrain_rl.model.template import LayerInputs, LayerRunner
+from megatrain_rl.model.template import LayerRunner
 from megatrain_rl.objectives import Objective, TokenStats
 from megatrain_rl.planner import MemoryPlan
+from megatrain_rl.streaming.device_pack import DevicePack
+from megatrain_rl.streaming.head_pass import HeadPass
 from megatrain_rl.streaming.hidden import HiddenStates
-from megatrain_rl.streaming.schedule import Kind, LayerSchedule
+from megatrain_rl.streaming.schedule import Kind, LayerSchedule, Visit
 from megatrain_rl.transfer.activations import ActivationStore
 from megatrain_rl.transfer.grad_slabs import GradSlabPool
 from megatrain_rl.transfer.lanes import Lanes
@@ -35,17 +36,6 @@ from megatrain_rl.transfer.weight_ring import WeightRing, upload
 # Rotary tables of the first packs of a sweep are kept on the device, those of later ones made anew in every layer: what is kept
 # must not grow with the batch.
 _ROTARY_TOKENS = 65536
-
-
-@dataclass(frozen=True, kw_only=True)
-class DevicePack:
-    """A pack's indices on the device, besides what layers need."""
-
-    pack: PackedBatch
-    layer_inputs: LayerInputs
-    predict_P: Tensor  # rows of the pack that are predicted
-    targets_P: Tensor
-    temperature_P: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +67,8 @@ class StreamExecutor:
         dtype = config.param_torch_dtype
         backend = resolve_backend(config.attention, device, dtype)  # first: it may refuse the setting
         pin = device.type == "cuda"
+        if pin:
+            _cap_gpu_memory(device, plan.gpu_cap_bytes)
         self._spec = spec
         self._plan = plan
         self._device = device
@@ -109,20 +101,8 @@ class StreamExecutor:
         schedule = LayerSchedule(self._spec.num_layers, self._interval, train=False)
         device_packs, hidden = self._begin(packs, store, schedule)
         self._run_visits(schedule, range(len(schedule.visits)), device_packs, hidden)
-        norm_weights, weight_VH = self._head_weights(store)
-        stats = []
-        for m, dp in enumerate(device_packs):
-            hidden_PH = hidden.take_final(m).index_select(0, dp.predict_P)
-            normed_PH = self._runner.norm(norm_weights, hidden_PH)
-            log_probs_P, entropy_P = head_forward(
-                normed_PH,
-                weight_VH,
-                dp.targets_P,
-                dp.temperature_P,
-                chunk=self._plan.head_chunk(dp.pack.num_tokens),
-                entropy=entropy,
-            )
-            stats.append(_scatter(dp, log_probs_P, entropy_P))
+        head = HeadPass(self._spec, self._runner, self._plan, self._head_flats(store), sums=None)
+        stats = [head.stats(hidden.take_final(m), dp, entropy=entropy) for m, dp in enumerate(device_packs)]
         return [_on_cpu(s) for s in stats]
 
     @torch.no_grad()
@@ -153,6 +133,8 @@ class StreamExecutor:
         if self._slabs is not None:
             self._slabs.close()
         self._activations.close()
+        if self._device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     # ---- the sweep's parts ----
 
@@ -169,18 +151,9 @@ class StreamExecutor:
         device_packs = []
         for pack in packs:
             before += pack.num_tokens
-            device_packs.append(self._to_device(pack, keep_rotary=before <= _ROTARY_TOKENS))
+            layer_inputs = self._runner.inputs(pack, keep_rotary=before <= _ROTARY_TOKENS)
+            device_packs.append(DevicePack.of(pack, layer_inputs, self._device))
         return device_packs, hidden
-
-    def _to_device(self, pack: PackedBatch, *, keep_rotary: bool) -> DevicePack:
-        rows_P = pack.predict_T.nonzero()[:, 0]
-        return DevicePack(
-            pack=pack,
-            layer_inputs=self._runner.inputs(pack, keep_rotary=keep_rotary),
-            predict_P=rows_P.to(self._device),
-            targets_P=pack.targets_T[rows_P].to(self._device),
-            temperature_P=pack.temperature_T[rows_P].to(self._device),
-        )
 
     def _run_visits(self, schedule: LayerSchedule, which: range, packs: list[DevicePack], hidden: HiddenStates) -> None:
         for v in which:
@@ -207,7 +180,15 @@ class StreamExecutor:
             if visit.kind is Kind.BACKWARD:
                 self._push(block, total)
 
-    def _layer_backward(self, visit, m: int, dp: DevicePack, weights, total_views, hidden: HiddenStates) -> None:
+    def _layer_backward(
+        self,
+        visit: Visit,
+        m: int,
+        dp: DevicePack,
+        weights: dict[str, Tensor],
+        total_views: dict[str, Tensor],
+        hidden: HiddenStates,
+    ) -> None:
         """Recompute one layer on one pack, then its vector-Jacobian product."""
         hidden_TH = hidden.take_input(visit, m).requires_grad_()
         with torch.enable_grad():
@@ -220,100 +201,36 @@ class StreamExecutor:
                 total_views[name].add_(grad)
         hidden.give_gradient(m, grad_hidden_TH)
 
-    def _head_weights(self, store: WeightStore) -> tuple[dict[str, Tensor], Tensor]:
-        """Final norm weights and the output matrix (V, H); they are on the device only while the caller holds them."""
-        spec = self._spec
-        flat_of: dict[str, Tensor] = {}
+    def _head_flats(self, store: WeightStore) -> dict[str, Tensor]:
+        """Flat weights of the head's blocks; they are on the device only while the caller holds them."""
+        flats = {}
         for block in self._head_blocks():
             flat = torch.empty(block.layout.numel, dtype=self._dtype, device=self._device)
             # the memory may have had other users on compute, which must be done before upload writes it
             self._lanes.compute.wait(upload(self._lanes, store, block, flat, after=self._lanes.compute.record()))
-            flat_of[block.name] = flat
-        output_block, output_name = spec.output_weight
-        return (
-            spec.head.layout.views(flat_of[spec.head.name]),
-            output_block.layout.view(flat_of[output_block.name], output_name),
-        )
+            flats[block.name] = flat
+        return flats
 
     def _head_pass(
         self, packs: list[DevicePack], store: WeightStore, objective: Objective, hidden: HiddenStates, entropy: bool
     ) -> tuple[ForwardBackwardOutput, list[tuple[Block, Tensor]]]:
-        """Head forward, objective and head backward of every pack; leaves each pack's gradient in `hidden`. Returns the
-        gradient sums of the head's blocks, not pushed yet: a non-finite loss must not touch the gradients on the host."""
-        spec = self._spec
-        norm_weights, weight_VH = self._head_weights(store)
-        output_block, output_name = spec.output_weight
+        """Head and objective of every pack; leaves each pack's gradient in `hidden`. Returns the gradient sums of the head's blocks,
+        not pushed yet: a non-finite loss must not touch the gradients on the host."""
         sums = {block.name: self._new_sum(block) for block in self._head_blocks()}
-        norm_sums = spec.head.layout.views(sums[spec.head.name])
-        weight_sum_VH = output_block.layout.view(sums[output_block.name], output_name)
-        losses, metrics, stats = [], [], []
+        head = HeadPass(self._spec, self._runner, self._plan, self._head_flats(store), sums)
+        results = []
         for m, dp in enumerate(packs):
-            hidden_TH = hidden.take_final(m)
-            grad_TH, loss, pack_metrics, pack_stats = self._head_of_pack(
-                hidden_TH, dp, norm_weights, norm_sums, weight_VH, weight_sum_VH, objective, entropy
-            )
-            hidden.give_gradient(m, grad_TH)
-            losses.append(loss)
-            metrics.append(pack_metrics)
-            stats.append(pack_stats)
-        numbers = torch.stack(losses).tolist()
-        finite = all(math.isfinite(x) for x in numbers)
-        result = ForwardBackwardOutput(
-            losses=numbers, metrics=metrics, stats=[_on_cpu(s) for s in stats], nonfinite_loss=not finite
+            result = head.forward_backward(hidden.take_final(m), dp, objective, entropy=entropy)
+            hidden.give_gradient(m, result.grad_TH)
+            results.append((result.loss, result.metrics, result.stats))  # and not the gradient: it would be kept alive
+        losses = torch.stack([loss for loss, _, _ in results]).tolist()
+        output = ForwardBackwardOutput(
+            losses=losses,
+            metrics=[metrics for _, metrics, _ in results],
+            stats=[_on_cpu(stats) for _, _, stats in results],
+            nonfinite_loss=not all(math.isfinite(x) for x in losses),
         )
-        return result, [(block, sums[block.name]) for block in self._head_blocks()]
-
-    def _head_of_pack(
-        self,
-        hidden_TH,
-        dp: DevicePack,
-        norm_weights,
-        norm_sums,
-        weight_VH,
-        weight_sum_VH,
-        objective: Objective,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor, dict[str, Any], TokenStats]:
-        chunk = self._plan.head_chunk(dp.pack.num_tokens)
-        hidden_PH = hidden_TH.index_select(0, dp.predict_P).requires_grad_()
-        norm_leaves = {n: w.detach().requires_grad_() for n, w in norm_weights.items() if n.startswith("norm.")}
-        with torch.enable_grad():
-            normed_PH = self._runner.norm(norm_leaves, hidden_PH)
-        normed = normed_PH.detach()
-        log_probs_P, entropy_P = head_forward(
-            normed, weight_VH, dp.targets_P, dp.temperature_P, chunk=chunk, entropy=entropy
-        )
-        stats = _scatter(dp, log_probs_P, entropy_P)
-        stats.log_probs_T.requires_grad_()
-        if stats.entropy_T is not None:
-            stats.entropy_T.requires_grad_()
-        with torch.enable_grad():
-            out = objective(stats, dp.pack)
-            if out.loss.requires_grad:
-                out.loss.backward()
-        grad_log_probs_P = _leaf_grad(stats.log_probs_T, dp.predict_P)
-        # an entropy that the loss does not use needs no second term in the head's backward
-        uses_entropy = stats.entropy_T is not None and stats.entropy_T.grad is not None
-        grad_entropy_P = _leaf_grad(stats.entropy_T, dp.predict_P) if uses_entropy else None
-        grad_normed_PH = head_backward(
-            normed,
-            weight_VH,
-            dp.targets_P,
-            dp.temperature_P,
-            grad_log_probs_P,
-            grad_entropy_P,
-            weight_sum_VH,
-            chunk=chunk,
-        )
-        grad_PH, *grads = torch.autograd.grad(normed_PH, [hidden_PH, *norm_leaves.values()], grad_normed_PH)
-        for name, grad in zip(norm_leaves, grads, strict=True):
-            norm_sums[name].add_(grad)
-        grad_TH = torch.zeros_like(hidden_TH).index_copy_(0, dp.predict_P, grad_PH)
-        detached = TokenStats(
-            log_probs_T=stats.log_probs_T.detach(),
-            entropy_T=None if stats.entropy_T is None else stats.entropy_T.detach(),
-        )
-        return grad_TH, out.loss.detach().float(), out.metrics, detached
+        return output, [(block, sums[block.name]) for block in self._head_blocks()]
 
     def _embedding_gradient(self, packs: list[DevicePack], hidden: HiddenStates) -> None:
         block = self._spec.embed
@@ -350,21 +267,15 @@ class StreamExecutor:
         self._slabs.push(block, total, self._gradients.flat(block))
 
 
-def _scatter(dp: DevicePack, log_probs_P: Tensor, entropy_P: Tensor | None) -> TokenStats:
-    def to_tokens(values_P: Tensor) -> Tensor:
-        zeros_T = torch.zeros(dp.pack.num_tokens, dtype=torch.float32, device=values_P.device)
-        return zeros_T.index_copy_(0, dp.predict_P, values_P)
-
-    return TokenStats(log_probs_T=to_tokens(log_probs_P), entropy_T=None if entropy_P is None else to_tokens(entropy_P))
-
-
-def _leaf_grad(leaf_T: Tensor, rows_P: Tensor) -> Tensor:
-    """Gradient of the predicted rows; zeros when the loss did not touch the leaf."""
-    grad_T = torch.zeros_like(leaf_T) if leaf_T.grad is None else leaf_T.grad
-    return grad_T.index_select(0, rows_P).float()
-
-
 def _on_cpu(stats: TokenStats) -> TokenStats:
     return TokenStats(
         log_probs_T=stats.log_probs_T.cpu(), entropy_T=None if stats.entropy_T is None else stats.entropy_T.cpu()
     )
+
+
+def _cap_gpu_memory(device: torch.device, cap_bytes: int) -> None:
+    """The allocator may reserve so much and no more: an allocation over it is an error here, not a surprise for the engine that
+    shares the card. Expandable segments keep what is reserved close to what is allocated."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)

@@ -1,0 +1,113 @@
+"""HeadPass: final norm, output matrix and objective of one sweep, pack by pack.
+
+Its weights (and, in training, the fp32 gradient sums) are on the device for as long as the object lives, so whoever makes one
+lets go of it before the layers' backward. Made and called by the executor.
+
+Shapes: T tokens of a pack, P predicted tokens of it, H hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain_rl.head import head_backward, head_forward
+from megatrain_rl.model.decoder import DecoderSpec
+from megatrain_rl.model.template import LayerRunner
+from megatrain_rl.objectives import Objective, TokenStats
+from megatrain_rl.planner import MemoryPlan
+from megatrain_rl.streaming.device_pack import DevicePack
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadResult:
+    """Of one pack: loss (scalar), metrics as the objective gave them, statistics, gradient (T, H) of the last hidden states."""
+
+    loss: Tensor
+    metrics: dict[str, Any]
+    stats: TokenStats
+    grad_TH: Tensor
+
+
+class HeadPass:
+    """flats, sums: flat weights and flat fp32 gradient sums of the head's blocks by block name; sums None for forward only."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        runner: LayerRunner,
+        plan: MemoryPlan,
+        flats: dict[str, Tensor],
+        sums: dict[str, Tensor] | None,
+    ):
+        self._runner = runner
+        self._plan = plan
+        output_block, output_name = spec.output_weight
+        self._norm_weights = _norm_only(spec.head.layout.views(flats[spec.head.name]))
+        self._weight_VH = output_block.layout.view(flats[output_block.name], output_name)
+        if sums is not None:
+            self._norm_sums = _norm_only(spec.head.layout.views(sums[spec.head.name]))
+            self._weight_sum_VH = output_block.layout.view(sums[output_block.name], output_name)
+
+    def stats(self, hidden_TH: Tensor, dp: DevicePack, *, entropy: bool) -> TokenStats:
+        """Log-probs, and entropies when asked for, of the last hidden states (T, H) of a pack."""
+        hidden_PH = hidden_TH.index_select(0, dp.predict_P)
+        return self._stats_of_normed(self._runner.norm(self._norm_weights, hidden_PH), dp, entropy)
+
+    def forward_backward(self, hidden_TH: Tensor, dp: DevicePack, objective: Objective, *, entropy: bool) -> HeadResult:
+        """`stats`, the objective, and the way back to the hidden states; gradients of the weights are added to the sums."""
+        hidden_PH = hidden_TH.index_select(0, dp.predict_P).requires_grad_()
+        norm_leaves = {name: w.detach().requires_grad_() for name, w in self._norm_weights.items()}
+        with torch.enable_grad():
+            normed_PH = self._runner.norm(norm_leaves, hidden_PH)
+        stats = self._stats_of_normed(normed_PH.detach(), dp, entropy)
+        stats.log_probs_T.requires_grad_()
+        if stats.entropy_T is not None:
+            stats.entropy_T.requires_grad_()
+        with torch.enable_grad():
+            out = objective(stats, dp.pack)
+            if out.loss.requires_grad:
+                out.loss.backward()
+        grad_normed_PH = self._backward_to_normed(normed_PH.detach(), stats, dp)
+        grad_PH, *grads = torch.autograd.grad(normed_PH, [hidden_PH, *norm_leaves.values()], grad_normed_PH)
+        for name, grad in zip(norm_leaves, grads, strict=True):
+            self._norm_sums[name].add_(grad)
+        return HeadResult(
+            loss=out.loss.detach().float(),
+            metrics=out.metrics,
+            stats=TokenStats(
+                log_probs_T=stats.log_probs_T.detach(),
+                entropy_T=None if stats.entropy_T is None else stats.entropy_T.detach(),
+            ),
+            grad_TH=torch.zeros_like(hidden_TH).index_copy_(0, dp.predict_P, grad_PH),
+        )
+
+    def _stats_of_normed(self, normed_PH: Tensor, dp: DevicePack, entropy: bool) -> TokenStats:
+        log_probs_P, entropy_P = head_forward(
+            normed_PH,
+            self._weight_VH,
+            dp.targets_P,
+            dp.temperature_P,
+            chunk=self._plan.head_chunk(dp.pack.num_tokens),
+            entropy=entropy,
+        )
+        return dp.token_stats(log_probs_P, entropy_P)
+
+    def _backward_to_normed(self, normed_PH: Tensor, stats: TokenStats, dp: DevicePack) -> Tensor:
+        # an entropy that the loss does not use needs no second term in the head's backward
+        uses_entropy = stats.entropy_T is not None and stats.entropy_T.grad is not None
+        return head_backward(
+            normed_PH,
+            self._weight_VH,
+            dp.targets_P,
+            dp.temperature_P,
+            dp.leaf_gradient(stats.log_probs_T),
+            dp.leaf_gradient(stats.entropy_T) if uses_entropy else None,
+            self._weight_sum_VH,
+            chunk=self._plan.head_chunk(dp.pack.num_tokens),
+        )
+
+
+def _norm_only(views: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: view for name, view in views.items() if name.startswith("norm.")}
