@@ -27,6 +27,8 @@ HERE=$ROOT/recipes/quickstart
 SEED=${SEED:-1}
 VENV=${QUICKSTART_VENV:-$ROOT/.venv-quickstart}
 OUT=${QUICKSTART_OUT:-$ROOT/outputs/quickstart/seed-$SEED}
+case $VENV in /*) ;; *) VENV=$PWD/$VENV ;; esac
+case $OUT in /*) ;; *) OUT=$PWD/$OUT ;; esac
 TORCH_SPEC=${TORCH_SPEC:-torch==2.13.0}
 SFT_STEPS=160
 GRPO_STEPS=${GRPO_STEPS:-30}
@@ -67,7 +69,11 @@ EOF
 }
 
 install() {
-  [ -x "$VENV/bin/python" ] || logged "making the venv $VENV" "$OUT/install.log" "$(find_python)" -m venv "$VENV"
+  if ! "$VENV/bin/python" -m pip --version > /dev/null 2>&1; then
+    local interpreter
+    interpreter=$(find_python) || exit 1
+    logged "making the venv $VENV (does $interpreter have venv and pip?)" "$OUT/install.log" "$interpreter" -m venv --clear "$VENV"
+  fi
   is_installed && return
   local python=$VENV/bin/python
   local pip=("$python" -m pip install)
@@ -130,18 +136,19 @@ grpo() {
     trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.device=cpu \
     trainer.logger='[console,file]' trainer.project_name=quickstart trainer.experiment_name=grpo \
     trainer.default_local_dir="$OUT/grpo" \
-    ray_kwargs.ray_init.num_cpus=8 +ray_kwargs.ray_init.num_gpus=1 +ray_kwargs.ray_init.include_dashboard=false \
+    +ray_kwargs.ray_init.address=local ray_kwargs.ray_init.num_cpus=8 +ray_kwargs.ray_init.num_gpus=1 +ray_kwargs.ray_init.include_dashboard=false \
     +ray_kwargs.ray_init.object_store_memory=500000000
 }
 
 command -v "${CXX:-c++}" > /dev/null || command -v g++ > /dev/null || fail "needs a C++ compiler; install g++ or set CXX"
-rm -rf "$OUT"
 mkdir -p "$OUT"
 install
+# What an earlier run left; nothing else that may lie in the folder
+(cd "$OUT" && rm -rf data sft grpo checkpoint && rm -f ./*.jsonl before.json after.json reward.png build.log sft.log grpo.log evaluate.log)
 SECONDS=0
 
 # A CPU run even where there is a GPU. CUDA_VISIBLE_DEVICES must not be empty: Ray would refuse the logical GPU below.
-unset CUDA_VISIBLE_DEVICES
+unset CUDA_VISIBLE_DEVICES RAY_ADDRESS
 export VERL_PLATFORM=cpu TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
 export RAY_DEDUP_LOGS=0 TQ_NUM_THREADS=2
 

@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${TEST_VENV:-.venv-test}
-if [ ! -x "$venv/bin/python" ]; then
-    "${PYTHON:-python3}" -m venv "$venv"
+if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
+    "${PYTHON:-python3}" -m venv --clear "$venv"
 fi
 python=$venv/bin/python
 if ! "$python" -c "import torch" 2>/dev/null; then

@@ -133,8 +133,7 @@ class EmbeddedServer:
     async def commit_weight_update(self, global_steps: int | None) -> None:
         """Put the whole update into the model between two decoding steps; answers under way go on with it."""
         update, self._update = self._open_update(), None
-        await self._on_model_thread(update.commit)
-        await self._on_model_thread(self._generator.drop_cache)
+        await self._on_model_thread(self._apply, update)
         self._has_weights = True
         self._seen.clear()
         if global_steps is not None:
@@ -158,6 +157,11 @@ class EmbeddedServer:
     async def start_profile(self, **kwargs: Any) -> None: ...
 
     async def stop_profile(self, **kwargs: Any) -> None: ...
+
+    def _apply(self, update: WeightUpdate) -> None:
+        """One job of the model thread: a step between the two would decode with new weights over old keys and values."""
+        update.commit()
+        self._generator.drop_cache()
 
     def _open_update(self) -> WeightUpdate:
         if self._update is None:

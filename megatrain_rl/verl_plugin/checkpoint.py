@@ -3,11 +3,14 @@
 Called by engine.py.
 """
 
+import logging
 import re
 import shutil
 from pathlib import Path
 
-_STEP = re.compile(r"global_step_(\d+)$")
+logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"global_step_(\d+)")
 
 
 def require(local_path: str) -> str:
@@ -23,24 +26,33 @@ def require(local_path: str) -> str:
 def remove_oldest(local_path: str, keep: int | None) -> list[Path]:
     """Delete all but the last `keep` checkpoints up to `local_path`, which was just saved; returns the deleted.
 
-    Ordered by step number. Later steps, of a run that was resumed from before them, are left alone.
+    Ordered by step number. Left alone: later steps, of a run that was resumed from before them; links and folders of other
+    names; and the step VERL would resume from, which it moves to the new one only after the save.
     """
     if keep is None or keep <= 0:
         return []
-    saved = Path(local_path).resolve()
-    in_role = _STEP.search(saved.name) is None
+    saved = Path(local_path).absolute()
+    in_role = _STEP.fullmatch(saved.name) is None
     step_dir = saved.parent if in_role else saved
-    match = _STEP.search(step_dir.name)
+    match = _STEP.fullmatch(step_dir.name)
     if match is None:
         return []
-    newest = int(match.group(1))
+    newest, resumable = int(match.group(1)), _resumable_step(step_dir.parent)
     steps = {}
     for path in step_dir.parent.iterdir():
-        sibling = _STEP.search(path.name)
+        sibling = _STEP.fullmatch(path.name)
         content = path / saved.name if in_role else path
-        if sibling and int(sibling.group(1)) <= newest and content.is_dir():
+        is_link = path.is_symlink() or content.is_symlink()
+        if sibling and int(sibling.group(1)) <= newest and content.is_dir() and not is_link:
             steps[int(sibling.group(1))] = content
-    removed = [steps[step] for step in sorted(steps)[:-keep]]
+    removed = [steps[step] for step in sorted(steps)[:-keep] if step != resumable]
     for path in removed:
         shutil.rmtree(path)
+        logger.info("removed checkpoint %s (max_ckpt_to_keep=%d)", path, keep)
     return removed
+
+
+def _resumable_step(root: Path) -> int | None:
+    tracker = root / "latest_checkpointed_iteration.txt"
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    return int(text) if text.isdigit() else None

@@ -29,8 +29,8 @@ from megatrain_rl.verl_plugin.weight_sync import stream_weights
 
 logger = logging.getLogger(__name__)
 
-# Without our engine config (strategy set on model_engine=dp) the size of VERL's bucket is unknown: assume a small one.
-_UNKNOWN_BUCKET_MEGABYTES = 256
+# VERL's default. Without our engine config (strategy set on model_engine=dp) the size in force is unknown here.
+_DEFAULT_BUCKET_MEGABYTES = 2048
 
 
 class _EngineMode(BaseEngineCtx):
@@ -71,6 +71,7 @@ class MegaTrainEngine(BaseEngine):
             optim=self.optimizer_config,
             world_size=torch.distributed.get_world_size(),
             load_contents=list(checkpoint_config.load_contents),
+            async_save=checkpoint_config.async_save,
         )
 
     # ---- facts VERL asks for before initialize() ----
@@ -112,6 +113,28 @@ class MegaTrainEngine(BaseEngine):
             reference=self._keeps_reference(),
             hf_config=self.model_config.hf_config,
         )
+        if get_device_name() == "cuda" and optim is not None:
+            self._check_bucket_fits()
+
+    def _check_bucket_fits(self) -> None:
+        """VERL's transfer bucket is allocated in this process, so inside the budget, while the trainer is idle."""
+        plan, spec = self.trainer.plan, self.trainer.spec
+        bucket = self._bucket_bytes() or _DEFAULT_BUCKET_MEGABYTES << 20
+        largest = spec.vocab_size * spec.hidden_size * self.trainer.config.param_torch_dtype.itemsize
+        needed = plan.costs.fixed + bucket + (largest if largest > bucket else 0)
+        if needed > plan.gpu_cap_bytes:
+            self.trainer.close()
+            raise ValueError(
+                f"gpu_budget_gb={self.trainer.config.gpu_budget_gb:g} holds the trainer but not the weight transfer beside it: raise "
+                f"it by {(needed - plan.gpu_cap_bytes) / 1e9:.1f} or lower "
+                "rollout.checkpoint_engine.update_weights_bucket_megabytes"
+            )
+
+    def _bucket_bytes(self) -> int:
+        """Size of VERL's transfer bucket; 0 when it is not known here."""
+        if isinstance(self.engine_config, MegaTrainEngineConfig):
+            return self.engine_config.sync_bucket_megabytes << 20
+        return 0
 
     def _stream_config(self) -> StreamConfig:
         if isinstance(self.engine_config, MegaTrainEngineConfig):
@@ -220,10 +243,7 @@ class MegaTrainEngine(BaseEngine):
 
     def get_per_tensor_param(self, **kwargs: Any):
         """(name, tensor) of every parameter for the rollout engine, and no adapter."""
-        megabytes = _UNKNOWN_BUCKET_MEGABYTES
-        if isinstance(self.engine_config, MegaTrainEngineConfig):
-            megabytes = self.engine_config.sync_bucket_megabytes
-        return stream_weights(self.trainer, device=get_device_name(), bucket_bytes=megabytes << 20), None
+        return stream_weights(self.trainer, device=get_device_name(), bucket_bytes=self._bucket_bytes()), None
 
     def save_checkpoint(
         self,

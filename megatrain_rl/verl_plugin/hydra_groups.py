@@ -14,6 +14,15 @@ CONFIG_PACKAGE = "pkg://megatrain_rl.configs"
 _KEY = re.compile(r"^(?:\+\+|\+|~)?([^=@]+)(?:@[^=]*)?(?:=.*)?$", re.DOTALL)
 _RL_NODES = ("actor_rollout_ref.actor.megatrain.", "actor_rollout_ref.ref.megatrain.")
 
+# Keys that the yaml files fill in from VERL's own settings; set by hand they could only contradict these.
+_NOT_KNOBS = (
+    "strategy",
+    "forward_only",
+    "reference_for_kl_loss",
+    "reference_for_kl_in_reward",
+    "sync_bucket_megabytes",
+)
+
 
 def install(on_import) -> None:
     on_import("hydra.core.plugins", _add_search_path)
@@ -55,4 +64,6 @@ def check_overrides(overrides: list[str]) -> None:
             if key.startswith(node):
                 from megatrain_rl.verl_plugin.config import check_engine_settings
 
+                if key.removeprefix(node) in _NOT_KNOBS:
+                    raise ValueError(f"{key} follows from other settings and cannot be set")
                 check_engine_settings({key.removeprefix(node).split(".")[0]: None}, prefix=node)

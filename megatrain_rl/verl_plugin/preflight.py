@@ -21,10 +21,19 @@ def check_run(config: DictConfig) -> None:
     """Raise one ValueError if a run whose actor or reference is ours asks for what we do not have."""
     roles = config.actor_rollout_ref
     critic = OmegaConf.select(config, "critic.strategy")
+    for role in ("actor", "ref"):  # the streaming knobs under a role make its engine ours, whatever its strategy says
+        if OmegaConf.select(roles, f"{role}.megatrain") is not None:
+            setting = f"actor_rollout_ref.{role}.strategy"
+            _refuse(
+                roles[role].strategy != "megatrain",
+                setting,
+                roles[role].strategy,
+                "choose another model_engine instead",
+            )
     ours = "megatrain" in (roles.actor.strategy, roles.ref.strategy)
     if not ours and critic != "megatrain":
         return
-    from verl.trainer.ppo.utils import need_critic
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
     _refuse(
         need_critic(config), "algorithm.adv_estimator", config.algorithm.adv_estimator,
@@ -45,6 +54,7 @@ def check_run(config: DictConfig) -> None:
         "actor_rollout_ref.model.mtp.enable": (False, "set it to false"),
         "actor_rollout_ref.model.lora_rank": (0, "set it to 0, all parameters are trained"),
         "actor_rollout_ref.model.lora.rank": (0, "set it to 0, all parameters are trained"),
+        "actor_rollout_ref.actor.checkpoint.async_save": (False, "set it to false, checkpoints are written at once"),
         "trainer.default_hdfs_dir": (None, "set it to null and copy trainer.default_local_dir"),
     }
     for setting, (supported, instead) in unsupported.items():
@@ -52,6 +62,21 @@ def check_run(config: DictConfig) -> None:
         value = OmegaConf.select(config, setting)
         _refuse(value is not None and value != supported, setting, value, instead)
     _check_adapter(roles.model.lora_adapter_path, "actor_rollout_ref.model.")
+    separate = OmegaConf.select(roles, "ref.megatrain") is not None and roles.model.lora_adapter_path is None
+    _refuse(
+        separate and config.trainer.device == "cuda" and need_reference_policy(config),
+        "actor_rollout_ref.model.lora_adapter_path", None,
+        "a reference engine of its own would plan the same GPU budget a second time, leave the setting at its default",
+    )  # fmt: skip
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    one_gpu = "set it to sync or colocate_async, which share one GPU"
+    _refuse(config.trainer.use_v1 and mode == "separate_async", "trainer.v1.trainer_mode", mode, one_gpu)
+    setting = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    backend = OmegaConf.select(config, setting)
+    _refuse(backend == "delta_sharded", setting, backend, "set it to naive")
+    loss_mode = OmegaConf.select(roles, "actor.policy_loss.loss_mode")
+    per_call = "it picks tokens among those of one micro-batch, so the update would depend on how packs are cut"
+    _refuse(loss_mode in ("clip_cov", "kl_cov"), "actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, per_call)
 
 
 def _check_adapter(path: str | None, prefix: str) -> None:
@@ -65,6 +90,7 @@ def check_engine(
     optim: OptimizerConfig | None,
     world_size: int,
     load_contents: list[str],
+    async_save: bool,
 ) -> None:
     """Raise one ValueError if the worker's configs ask for what the engine does not have."""
     one_process = "one process trains, set trainer.n_gpus_per_node=1 (SFT: --nproc_per_node=1)"
@@ -87,6 +113,7 @@ def check_engine(
         adamw = "torch.optim.AdamW"
         _refuse(name != adamw, "optim.optimizer_impl.optimizer", name, f"the update is AdamW, use {adamw}")
         _refuse(not optim.zero_indexed_step, "optim.zero_indexed_step", False, "set it to true")
+    _refuse(async_save, "checkpoint.async_save", True, "set it to false, checkpoints are written at once")
     missing = {"model", "optimizer", "extra"} - set(load_contents)
     _refuse(
         optim is not None and bool(missing), "checkpoint.load_contents", load_contents,

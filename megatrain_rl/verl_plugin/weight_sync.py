@@ -14,7 +14,8 @@ from megatrain_rl.trainer import StreamTrainer
 
 
 def stream_weights(trainer: StreamTrainer, *, device: str, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """Waits for the optimizer layer by layer, as `StreamTrainer.named_parameters` does."""
+    """Waits for the optimizer layer by layer, as `StreamTrainer.named_parameters` does. bucket_bytes 0: unknown, so every tensor
+    goes by way of the GPU."""
     for name, tensor in trainer.named_parameters():
         if device == "cuda" and tensor.nbytes > bucket_bytes:
             yield name, tensor.to(device=torch.device("cuda", torch.cuda.current_device()))

@@ -18,6 +18,8 @@ from typing import Any
 from tqdm import tqdm
 
 POLL_SECONDS = 0.5
+# What a stage gets to end by itself before it is killed
+STOP_SECONDS = 10
 LINE_EVERY = 10
 
 # What the bar shows, under which of VERL's names it is logged (SFT or RL), and how it is written.
@@ -110,10 +112,20 @@ def run(name: str, steps: int, log: Path, metrics: Path, command: list[str]) -> 
         bar.close()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(timeout=STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
     return process.returncode
 
 
+def interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> None:
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # a time-out or a closed terminal must stop the stage too
+        signal.signal(signum, interrupt)
     split = sys.argv.index("--")
     name, steps, log, metrics = sys.argv[1:split]
     try:

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -125,3 +128,20 @@ def test_report_ends_with_the_measurements_and_draws_the_curve(tmp_path):
     assert done.stdout.splitlines()[-1] == "held-out reward: 0.250 -> 0.972"
     assert "'999'" in done.stdout and "'533'" in done.stdout
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stopped_stage_leaves_no_process_behind(tmp_path, signum):
+    pid_file = tmp_path / "pid"
+    script = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(120)"
+    arguments = ["stage", "3", tmp_path / "log", tmp_path / "metrics", "--", sys.executable, "-c", script]
+    running = subprocess.Popen([sys.executable, HERE / "progress.py", *arguments], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not (pid_file.exists() and pid_file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    running.send_signal(signum)
+    _, errors = running.communicate(timeout=30)
+    assert running.returncode == 1 and "interrupted" in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)

@@ -221,6 +221,32 @@ def test_each_weight_of_an_update_changes_the_answers_log_probs():
     serve(scenario)
 
 
+def test_no_step_comes_between_new_weights_and_a_fresh_cache():
+    """Every step decodes with keys and values of the weights it uses, however updates and steps are interleaved."""
+
+    async def scenario(server):
+        order = []
+        for owner, name in ((server._generator, "drop_cache"), (server._generator, "step")):
+            plain = getattr(owner, name)
+            setattr(owner, name, lambda plain=plain, name=name: (order.append(name), plain())[1])
+        answer = asyncio.create_task(server.generate(PROMPT, {"max_tokens": 10}, "r"))
+        for step in range(2, 6):
+            await asyncio.sleep(0.02)
+            await send_recorded(server, build_model(step), step, order)
+        await answer
+        commits = [i for i, name in enumerate(order) if name == "commit"]
+        assert len(commits) == 4 and all(order[i + 1] == "drop_cache" for i in commits)
+
+    async def send_recorded(server, model, step, order):
+        await server.begin_weight_update()
+        await server.add_weights([(n, p.detach().clone()) for n, p in model.named_parameters()])
+        commit = server._update.commit
+        server._update.commit = lambda: (order.append("commit"), commit())[1]
+        await server.commit_weight_update(step)
+
+    serve(scenario)
+
+
 def test_wrong_updates_raise_and_leave_the_old_weights():
     async def scenario(server):
         before = (await server.generate(PROMPT, dict(GREEDY), "a")).log_probs

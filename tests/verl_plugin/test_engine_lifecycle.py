@@ -1,5 +1,7 @@
 """An engine around its steps: modes, mini-batches and epochs, the reference, checkpoints, weights."""
 
+import dataclasses
+
 import pytest
 import torch
 from verl_cases import assert_same_weights, make_engine, optimizer_config, policy_loss, rl_rows, v1_batch, weights
@@ -166,3 +168,35 @@ def test_threads_are_set_on_purpose(tiny_model):
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_pruning_keeps_what_verl_would_resume_from(tmp_path):
+    """VERL's tracker names step 9 until step 10 is complete: were 9 deleted now, a crash would leave nothing to resume."""
+    for step in (8, 9, 10):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
+    checkpoint.remove_oldest(str(tmp_path / "global_step_10" / "actor"), keep=1)
+    assert [(tmp_path / f"global_step_{step}" / "actor").is_dir() for step in (8, 9, 10)] == [False, True, True]
+
+
+@pytest.mark.parametrize("role", ["", "actor"])
+def test_pruning_touches_no_other_names_and_no_links(tmp_path, role):
+    elsewhere = tmp_path / "other_run" / "global_step_1"
+    (elsewhere / role).mkdir(parents=True)
+    root = tmp_path / "run"
+    for name in ("best_global_step_1", "global_step_2", "global_step_3"):
+        (root / name / role).mkdir(parents=True)
+    (root / "global_step_1").symlink_to(elsewhere)
+    checkpoint.remove_oldest(str(root / "global_step_3" / role), keep=1)
+    assert (elsewhere / role).is_dir() and (root / "best_global_step_1" / role).is_dir()
+    assert not (root / "global_step_2" / "actor").exists() and (root / "global_step_3" / role).is_dir()
+
+
+def test_budget_must_hold_the_weight_transfer_too(tiny_model, monkeypatch):
+    """The bucket of VERL's weight transfer is allocated inside the budget."""
+    engine = make_engine(tiny_model, sync_bucket_megabytes=2048)
+    engine._check_bucket_fits()
+    cap = engine.trainer.plan.costs.fixed + (1 << 30)
+    monkeypatch.setattr(engine.trainer, "plan", dataclasses.replace(engine.trainer.plan, gpu_cap_bytes=cap))
+    with pytest.raises(ValueError, match="raise it by 1.1 or lower .*update_weights_bucket_megabytes"):
+        engine._check_bucket_fits()

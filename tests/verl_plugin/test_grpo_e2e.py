@@ -51,7 +51,7 @@ def run(workspace: Path, name: str, command: list[str], device: str) -> dict[int
     name = f"{name}-{device}"
     in_process = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {
-        **{key: value for key, value in os.environ.items() if key not in (*in_process, "VERL_PLATFORM")},
+        **{key: value for key, value in os.environ.items() if key not in (*in_process, "VERL_PLATFORM", "RAY_ADDRESS")},
         **platform,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -90,6 +90,7 @@ def grpo(workspace: Path, name: str, *overrides: str, device: str = "cpu") -> di
         f"trainer.device={device}", "trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.logger=[file]",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.total_epochs=10",
         f"trainer.default_local_dir={workspace}/ckpt-{device}",
+        "+ray_kwargs.ray_init.address=local",
         "ray_kwargs.ray_init.num_cpus=8", "+ray_kwargs.ray_init.num_gpus=1",
         "+ray_kwargs.ray_init.include_dashboard=false", "+ray_kwargs.ray_init.object_store_memory=200000000",
     ]  # fmt: skip

@@ -47,7 +47,7 @@ def test_reference_of_another_strategy_is_left_alone():
 
 def test_model_engine_needs_no_patch_and_null_asks_for_a_separate_reference():
     assert roles(composed(*RUN, *OURS, KL)) == {Role.ActorRollout}
-    separate = validate(*OURS, KL, "actor_rollout_ref.model.lora_adapter_path=null")
+    separate = validate(*OURS, KL, "actor_rollout_ref.model.lora_adapter_path=null", "trainer.device=cpu")
     assert roles(separate) == {Role.ActorRolloutRef}
 
 

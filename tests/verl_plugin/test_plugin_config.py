@@ -93,6 +93,10 @@ def test_bad_value_is_named():
         ("actor_rollout_ref.actor.qat.enable=true", "qat.enable=True"),
         ("distillation.enabled=true", "distillation.enabled=True"),
         ("trainer.default_hdfs_dir=/hdfs", "trainer.default_hdfs_dir=/hdfs"),
+        ("actor_rollout_ref.actor.checkpoint.async_save=true", "checkpoint.async_save=True"),
+        ("trainer.v1.trainer_mode=separate_async", "trainer_mode=separate_async"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", "backend=delta_sharded"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "loss_mode=kl_cov"),
     ],
 )
 @pytest.mark.parametrize("selected", [OURS, DP])
@@ -100,6 +104,24 @@ def test_unsupported_is_refused_in_the_driver(selected, extra, expected):
     with pytest.raises(ValueError, match="not supported by strategy megatrain") as refusal:
         validate(*selected, extra)
     assert expected in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_our_knobs_with_another_strategy_are_refused():
+    with pytest.raises(ValueError, match="actor_rollout_ref.actor.strategy=fsdp: not supported"):
+        validate(*OURS, "actor_rollout_ref.actor.strategy=fsdp", "trainer.n_gpus_per_node=2")
+
+
+def test_a_reference_of_its_own_is_refused_on_cuda():
+    separate = ["actor_rollout_ref.model.lora_adapter_path=null", "actor_rollout_ref.actor.use_kl_loss=true"]
+    with pytest.raises(ValueError, match="lora_adapter_path=None: not supported .* GPU budget a second time"):
+        validate(*OURS, *separate, "trainer.device=cuda")
+    validate(*OURS, *separate, "trainer.device=cpu")
+
+
+@pytest.mark.parametrize("key", ["forward_only=true", "strategy=fsdp", "reference_for_kl_loss=false"])
+def test_what_follows_from_other_settings_cannot_be_set(key):
+    with pytest.raises(ConfigCompositionException, match="follows from other settings and cannot be set"):
+        composed(*OURS, f"actor_rollout_ref.actor.megatrain.{key}")
 
 
 def test_ulysses_is_refused_on_dp():
@@ -161,13 +183,20 @@ def test_fsdp_configs_are_checked_by_the_engine(tiny_model):
     from megatrain_rl.verl_plugin.preflight import check_engine
 
     model = HFModelConfig(path=tiny_model)
-    good = {"model": model, "engine": FSDPEngineConfig(), "optim": FSDPOptimizerConfig(), "world_size": 1}
+    good = {
+        "model": model,
+        "engine": FSDPEngineConfig(),
+        "optim": FSDPOptimizerConfig(),
+        "world_size": 1,
+        "async_save": False,
+    }
     contents = ["model", "optimizer", "extra"]
     check_engine(**good, load_contents=contents)
     for bad, expected in [
         ({"engine": FSDPEngineConfig(ulysses_sequence_parallel_size=2)}, "ulysses_sequence_parallel_size=2"),
         ({"optim": FSDPOptimizerConfig(optimizer="Adam")}, "torch.optim.Adam"),
         ({"world_size": 2}, "world size=2"),
+        ({"async_save": True}, "checkpoint.async_save=True"),
         ({"load_contents": ["model"]}, "checkpoint.load_contents"),
     ]:
         with pytest.raises(ValueError, match=expected):
