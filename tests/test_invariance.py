@@ -104,3 +104,24 @@ def test_sequences_of_a_pack_do_not_see_each_other(tmp_path, device):
         assert torch.equal(before.log_probs_T[part], after.log_probs_T[part])
     assert not torch.equal(before.log_probs_T[bounds[1] : bounds[2]], after.log_probs_T[bounds[1] : bounds[2]])
     trainer.close()
+
+
+def test_runs_repeat_to_the_bit_on_several_threads(tmp_path):
+    """Sums whose order depends on thread timing would show: few tokens, each many times, in a pack large enough to be shared out."""
+    directory = tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path)
+    data = [s % 20 for s in tiny.sequences((1500, 1200, 1300))]
+    packs, objective = tiny.packs(data, max_tokens=4000), tiny.WeightedLoss(tiny.token_weights(data))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        trainer = tiny.trainer(directory, pack_tokens=4000, cpu_threads=4)
+        seen = []
+        for _ in range(10):
+            trainer.zero_grad()
+            trainer.forward_backward(packs, objective)
+            seen.append({n: g.clone() for n, g in trainer.named_gradients()})
+        trainer.close()
+    finally:
+        torch.set_num_threads(threads)
+    for other in seen[1:]:
+        assert [n for n in other if not torch.equal(other[n], seen[0][n])] == []

@@ -243,8 +243,7 @@ class StreamExecutor:
             if self._spec.padding_idx is not None:
                 rows = (tokens_T != self._spec.padding_idx).nonzero()[:, 0]
                 tokens_T, grad_TH = tokens_T[rows], grad_TH.index_select(0, rows.to(self._device))
-            # index_put_ sorts before it adds, so the sum has one order; index_add_ on CUDA has none
-            total_VH.index_put_((tokens_T.to(self._device),), grad_TH, accumulate=True)
+            _add_rows(total_VH, tokens_T.to(self._device), grad_TH)
         self._push(block, total)
 
     def _head_blocks(self) -> tuple[Block, ...]:
@@ -265,6 +264,15 @@ class StreamExecutor:
     def _push(self, block: Block, total: Tensor) -> None:
         self.grad_norms[block.name] = torch.linalg.vector_norm(total)
         self._slabs.push(block, total, self._gradients.flat(block))
+
+
+def _add_rows(total_VH: Tensor, tokens_T: Tensor, grad_TH: Tensor) -> None:
+    """total[tokens] += grad, in an order that does not change from run to run: on CUDA index_put_ sorts before it adds and
+    index_add_ is atomic; on a CPU with several threads it is the other way round."""
+    if total_VH.is_cuda:
+        total_VH.index_put_((tokens_T,), grad_TH, accumulate=True)
+    else:
+        total_VH.index_add_(0, tokens_T, grad_TH)
 
 
 def _on_cpu(stats: TokenStats) -> TokenStats:
