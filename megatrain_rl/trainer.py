@@ -30,12 +30,13 @@ from megatrain_rl.host.store import (
     WeightStore,
     check_shape,
     check_shapes,
+    copy_rounded,
     fill_from_checkpoint,
 )
 from megatrain_rl.model.decoder import Block, DecoderSpec, decoder_spec
 from megatrain_rl.model.hf_io import CheckpointReader
 from megatrain_rl.objectives import Objective, TokenStats
-from megatrain_rl.ops.adamw import nearest_bfloat16, split_master
+from megatrain_rl.ops.adamw import split_master
 from megatrain_rl.optim.host_adamw import HostAdamW, make_library
 from megatrain_rl.optim.lr_schedule import LRSchedule
 from megatrain_rl.planner import check_packs, cut_sweeps, make_plan
@@ -315,16 +316,15 @@ class StreamTrainer:
         """Store one parameter and, for bf16 weights, the part of it that bf16 cannot hold."""
         check_shape(block, name, tuple(tensor.shape))
         place = self._store.view(block, name)
-        if self._store.dtype != torch.bfloat16:
-            place.copy_(tensor)
-        elif self._optimizer is None:
-            place.copy_(nearest_bfloat16(tensor))
-        elif tensor.dtype == torch.bfloat16:
-            place.copy_(tensor)
-            block.layout.view(self._optimizer.state[block.name].residual, name).zero_()
+        if self._optimizer is None or self._store.dtype != torch.bfloat16:
+            copy_rounded(place, tensor)
         else:
             residual = block.layout.view(self._optimizer.state[block.name].residual, name)
-            split_master(tensor.float(), place, residual)
+            if tensor.dtype == torch.bfloat16:
+                place.copy_(tensor)
+                residual.zero_()
+            else:
+                split_master(tensor.float(), place, residual)
 
     def _frozen_store(self, reader: CheckpointReader) -> WeightStore:
         pin = self._device.type == "cuda"

@@ -128,8 +128,7 @@ class MappedStore:
         self._fences[self._holder[block.name]] = fence
 
     def rows(self, block: Block, name: str, index: Tensor, out: Tensor) -> None:
-        rows = self._reader.tensor(block.names[name]).index_select(0, index)
-        out.copy_(nearest_bfloat16(rows) if out.dtype == torch.bfloat16 else rows)
+        copy_rounded(out, self._reader.tensor(block.names[name]).index_select(0, index))
 
     def close(self) -> None:
         for region in self._staging:
@@ -150,8 +149,11 @@ def check_shape(block: Block, name: str, shape: tuple[int, ...]) -> None:
 
 
 def fill_from_checkpoint(block: Block, flat: Tensor, reader: CheckpointReader) -> None:
-    """Copy a block's parameters from `reader` into `flat`, rounded like the optimizer rounds its masters."""
+    """Copy a block's parameters from `reader` into `flat`."""
     for name in block.layout.slots:
-        tensor = reader.tensor(block.names[name])
-        place = block.layout.view(flat, name)
-        place.copy_(nearest_bfloat16(tensor) if place.dtype == torch.bfloat16 else tensor)
+        copy_rounded(block.layout.view(flat, name), reader.tensor(block.names[name]))
+
+
+def copy_rounded(place: Tensor, tensor: Tensor) -> None:
+    """Copy into a store's weights, rounded like the optimizer rounds its masters: policy and reference of one checkpoint agree."""
+    place.copy_(nearest_bfloat16(tensor) if place.dtype == torch.bfloat16 else tensor)
