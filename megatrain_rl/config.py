@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
 
 ParamDtype = Literal["bfloat16", "float32"]
 
@@ -20,6 +21,7 @@ _CHOICES = {
     "optimizer": ("native", "torch", "deepspeed"),
     "param_dtype": tuple(DTYPES),
     "grad_dtype": tuple(DTYPES),
+    "optimizer_state_dtype": tuple(DTYPES),
     "attention": ("auto", "varlen", "flash_attn", "sdpa"),
     "reference": ("mmap", "pinned"),
 }
@@ -63,11 +65,15 @@ class StreamConfig:
     param_dtype: dtype of the weights on the device and of the copy that is streamed. With bfloat16 an int16 residual makes
         the fp32 master exact.
     grad_dtype: dtype of the gradients in host RAM; sums over packs are fp32 on the device whatever this is.
-    compile: torch.compile the layers (CUDA).
+    optimizer_state_dtype: dtype of AdamW's moments. bfloat16 saves 4 bytes a parameter and rounds stochastically (native optimizer only);
+        the master stays exact. Dtypes may be given as bf16 and fp32 too.
+    overlap_optimizer: step each block as its gradient lands, beneath backward; False steps all of them after it. Same result.
+    compile: torch.compile the layers and the head's elementwise part on CUDA; None does so when the model is large enough for it to pay
+        (hidden size 1024 and more). Costs half a minute at the first step.
     attention: "auto" (torch varlen on CUDA, SDPA elsewhere), "varlen", "flash_attn" or "sdpa".
     reference: where frozen reference weights live: "mmap" reads the checkpoint files through two pinned staging buffers (no
         anonymous host RAM; page cache makes it fast), "pinned" keeps a copy of 2 bytes a parameter.
-    cpu_threads: threads of the host optimizer; None takes every core this process may use.
+    cpu_threads: threads of the host optimizer; None takes seven of every eight cores this process may use: the rest drives the GPU.
     host_budget_gb: host RAM in GB that the trainer may use; None reads what the machine (or its cgroup) has.
     """
 
@@ -79,13 +85,18 @@ class StreamConfig:
     optimizer: Literal["native", "torch", "deepspeed"] = "native"
     param_dtype: ParamDtype = "bfloat16"
     grad_dtype: ParamDtype = "bfloat16"
-    compile: bool = False
+    optimizer_state_dtype: ParamDtype = "float32"
+    overlap_optimizer: bool = True
+    compile: bool | None = None
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
     reference: Literal["mmap", "pinned"] = "mmap"
     cpu_threads: int | None = None
     host_budget_gb: float | None = None
 
     def __post_init__(self):
+        for name in ("param_dtype", "grad_dtype", "optimizer_state_dtype"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, _DTYPE_ALIASES.get(value, value))
         budget = self.gpu_budget_gb
         _require(_is_number(budget) and budget > 0, "gpu_budget_gb", budget, "a positive number of GB")
         for name in ("checkpoint_interval", "num_grad_slabs", "ring_depth"):
@@ -97,7 +108,14 @@ class StreamConfig:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             _require(value in choices, name, value, f"one of {', '.join(choices)}")
-        _require(isinstance(self.compile, bool), "compile", self.compile, "true or false")
+        _require(self.compile is None or isinstance(self.compile, bool), "compile", self.compile, "true, false or null")
+        _require(isinstance(self.overlap_optimizer, bool), "overlap_optimizer", self.overlap_optimizer, "true or false")
+        _require(
+            self.optimizer_state_dtype == "float32" or self.optimizer == "native",
+            "optimizer_state_dtype",
+            self.optimizer_state_dtype,
+            f"float32 with optimizer={self.optimizer}; set optimizer=native",
+        )
         host = self.host_budget_gb
         _require(
             host is None or (_is_number(host) and host > 0), "host_budget_gb", host, "a positive number of GB, or null"
@@ -116,6 +134,10 @@ class StreamConfig:
     @property
     def grad_torch_dtype(self) -> torch.dtype:
         return DTYPES[self.grad_dtype]
+
+    @property
+    def optimizer_state_torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.optimizer_state_dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
