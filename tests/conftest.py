@@ -8,7 +8,8 @@ import torch
 from transformers.utils import logging
 
 logging.disable_progress_bar()
-sys.path.insert(0, str(Path(__file__).parent))  # oracle.py and tiny.py are modules of the tests
+# oracle.py, tiny.py and varlen_on_cpu.py are modules of the tests
+sys.path.insert(0, str(Path(__file__).parent))
 
 # Tiny tensors: a second OpenMP thread only waits, and on a busy machine it spins while it does.
 torch.set_num_threads(1)

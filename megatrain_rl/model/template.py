@@ -1,5 +1,9 @@
 """LayerRunner: meta modules run over views of flat buffers. Nothing is copied to bind a layer's weights.
 
+Compiled or not, a layer's backward is one function of weights, input and output gradient (`_layer_vjp`): recompute and
+vector-Jacobian product together. Compiled, it is traced into one graph, so what only the layer's output needs (its last matrix
+product) is not recomputed at all.
+
 Shapes: T tokens of a pack, H hidden size.
 """
 
@@ -10,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatrain_rl.batch import PackedBatch
 from megatrain_rl.model.attention import Backend
 from megatrain_rl.model.decoder import DecoderSpec
+from megatrain_rl.model.taps import LinearTaps, Tap
+from megatrain_rl.model.traced import TracedVjp, mark_shapes
+from megatrain_rl.ops.matmul import add_product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +36,8 @@ class LayerInputs:
 class LayerRunner:
     """Runs layers of a DecoderSpec on one device.
 
-    compile: one torch.compile graph per structural group, shared by all its layers (weights are inputs of the graph).
+    compile: one graph for forward and one for backward per structural group, shared by all its layers (weights are inputs of the
+    graph) and by packs of every size.
     """
 
     def __init__(self, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, backend: Backend, compile: bool):
@@ -38,54 +45,105 @@ class LayerRunner:
         self._device = device
         self._dtype = dtype
         self._backend = backend
+        self._compile = compile
         # inv_freq is a computed buffer, not a parameter: it needs real memory although the rest of the model is meta.
         self._rotary = spec.rotary_class(spec.config).to(device)
-        graphs: dict[nn.Module, Any] = {}
+        groups: dict[nn.Module, _LayerFunctions] = {}
         for module in spec.layer_modules:
-            if module not in graphs:
-                graphs[module] = (
-                    torch.compile(_layer_function(module), dynamic=True) if compile else _layer_function(module)
-                )
-        self._functions = [graphs[m] for m in spec.layer_modules]
+            if module not in groups:
+                groups[module] = _LayerFunctions(module, compile)
+        self._groups = [groups[m] for m in spec.layer_modules]
 
-    def inputs(self, pack: PackedBatch, *, keep_rotary: bool) -> LayerInputs:
-        """keep_rotary: hold the pack's rotary tables; without, its memory is 8 bytes a token."""
-        positions_1T = pack.positions_T.to(self._device, non_blocking=True)[None]
+    def warm_up(self) -> None:
+        """Let the matrix libraries take their workspaces, which they keep, before anything else lies in the way."""
+        if self._device.type == "cuda":
+            square = torch.zeros(64, 64, dtype=self._dtype, device=self._device)
+            torch.nn.functional.linear(square, square, square[0])
+            torch.mm(square, square)
+
+    def inputs(self, positions_T: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, keep_rotary: bool) -> LayerInputs:
+        """positions_T, cu_seqlens (S+1,): as in `PackedBatch`, on the CPU. keep_rotary: hold the pack's rotary tables; without, its
+        memory is 8 bytes a token."""
+        positions_1T = positions_T.to(self._device, non_blocking=True)[None]
         sdpa = self._backend == "sdpa"
         return LayerInputs(
             positions_1T=positions_1T,
             cos_sin=self._cos_sin(positions_1T) if keep_rotary else None,
             attention=dict(
-                cu_seqlens=pack.cu_seqlens.to(self._device, non_blocking=True),
-                sequence_bounds=tuple(pack.cu_seqlens.tolist()) if sdpa else (),
-                max_seqlen=pack.max_seqlen,
+                cu_seqlens=cu_seqlens.to(self._device, non_blocking=True),
+                sequence_bounds=tuple(cu_seqlens.tolist()) if sdpa else (),
+                max_seqlen=max_seqlen,
                 attention_backend=self._backend,
             ),
         )
 
     def layer(self, index: int, weights: dict[str, Tensor], hidden_TH: Tensor, inputs: LayerInputs) -> Tensor:
         """Output (T, H) of layer `index` on `hidden_TH` with these weights (by their names in the layer's layout)."""
-        cos_sin = inputs.cos_sin or self._cos_sin(inputs.positions_1T)
-        return self._functions[index](weights, hidden_TH, inputs.positions_1T, cos_sin, inputs.attention)
+        return self._groups[index].forward(weights, *self._arguments(weights, hidden_TH, inputs))
 
-    def _cos_sin(self, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
-        probe = torch.empty((), dtype=self._dtype, device=self._device)  # the module takes dtype and device from it
-        return self._rotary(probe, positions_1T)
+    def vjp(
+        self,
+        index: int,
+        weights: dict[str, Tensor],
+        hidden_TH: Tensor,
+        inputs: LayerInputs,
+        grad_out_TH: Tensor,
+        sums: dict[str, Tensor],
+    ) -> Tensor:
+        """Gradient (T, H) of the input of layer `index`, given that of its output; the weights' gradients are added to `sums` (fp32,
+        shaped, by name)."""
+        arguments = self._arguments(weights, hidden_TH, inputs)
+        grad_hidden_TH, taps, others = self._groups[index].vjp(weights, *arguments, grad_out_TH)
+        for tap in taps:
+            add_product(sums[tap.weight], tap.grad_TO.t(), tap.input_TI)
+        for name, grad in others.items():
+            sums[name].add_(grad)
+        return grad_hidden_TH
 
     def norm(self, weights: dict[str, Tensor], hidden_TH: Tensor) -> Tensor:
         """Final norm; `weights` by their names in the head block ("norm.weight")."""
         own = {name.removeprefix("norm."): w for name, w in weights.items() if name.startswith("norm.")}
         return functional_call(self._spec.norm_module, own, (hidden_TH,))
 
+    def _arguments(self, weights: dict[str, Tensor], hidden_TH: Tensor, inputs: LayerInputs) -> tuple:
+        cos_sin = inputs.cos_sin or self._cos_sin(inputs.positions_1T)
+        if self._compile:
+            attention = inputs.attention["cu_seqlens"]
+            mark_shapes(weights.values(), hidden_TH, inputs.positions_1T, cos_sin, attention)
+        return hidden_TH, inputs.positions_1T, cos_sin, inputs.attention
 
-def _layer_function(module: nn.Module):
-    def run(weights, hidden_TH, positions_1T, cos_sin, attention):
+    def _cos_sin(self, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
+        probe = torch.empty((), dtype=self._dtype, device=self._device)  # the module takes dtype and device from it
+        return self._rotary(probe, positions_1T)
+
+
+class _LayerFunctions:
+    """forward and vjp of one structural group."""
+
+    def __init__(self, module: nn.Module, compile: bool):
+        self._module = module
+        self.forward = torch.compile(self._run, dynamic=True) if compile else self._run
+        self.vjp = TracedVjp(self._vjp) if compile else self._vjp
+
+    def _run(self, weights, hidden_TH, positions_1T, cos_sin, attention) -> Tensor:
         out = functional_call(
-            module,
+            self._module,
             weights,
             (hidden_TH[None],),
             dict(attention_mask=None, position_ids=positions_1T, position_embeddings=cos_sin, **attention),
         )
         return (out[0] if isinstance(out, tuple) else out)[0]
 
-    return run
+    def _vjp(
+        self, weights, hidden_TH, positions_1T, cos_sin, attention, grad_out_TH
+    ) -> tuple[Tensor, list[Tap], dict[str, Tensor]]:
+        """Gradient of the input, factors of the linear weights' gradients, gradients of everything else by name."""
+        hidden_TH = hidden_TH.detach().requires_grad_()
+        leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        with torch.enable_grad(), LinearTaps(leaves) as recorder:
+            out_TH = self._run(leaves, hidden_TH, positions_1T, cos_sin, attention)
+        grad_hidden_TH, *grads = torch.autograd.grad(
+            out_TH, [hidden_TH, *leaves.values()], grad_out_TH, allow_unused=True
+        )
+        others = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+        return grad_hidden_TH, recorder.taps, others
