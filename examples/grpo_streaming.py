@@ -97,7 +97,7 @@ def main() -> None:
         packs = pack_sequences([torch.tensor(r.all_ids) for r in requests], max_tokens=trainer.pack_tokens)
         reference = trainer.log_probs(packs, weights="reference")
         by_pack = {p.sequence_ids[0]: stats.log_probs_T for p, stats in zip(packs, reference, strict=True)}
-        output = trainer.forward_backward(packs, grpo_objective(advantages, by_pack))
+        output = trainer.forward_backward(packs, grpo_objective(advantages, by_pack), final=True)
         result = trainer.optim_step()
 
         update = WeightUpdate(sampler)

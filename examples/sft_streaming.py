@@ -55,7 +55,7 @@ def main() -> None:
     rng = random.Random(0)
     for step in range(1, args.steps + 1):
         packs = pack_sequences(counting_sequences(64, rng), max_tokens=trainer.pack_tokens)
-        output = trainer.forward_backward(packs, NegativeLogLikelihood(packs))
+        output = trainer.forward_backward(packs, NegativeLogLikelihood(packs), final=True)
         result = trainer.optim_step()
         trainer.schedule.step()
         print(f"step {step}  loss {sum(output.losses):.3f}  grad norm {result.grad_norm:.2f}  lr {result.lr:.1e}")

@@ -26,7 +26,8 @@ from megatrain_rl.model.decoder import Block, DecoderSpec
 from megatrain_rl.model.hf_io import CheckpointReader, write_checkpoint
 from megatrain_rl.optim.host_adamw import HostAdamW
 
-FORMAT = 1
+FORMAT = 2
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int16: "I16"}  # safetensors' own
 
 
 def save(
@@ -103,12 +104,12 @@ def _check_optimizer(directory: Path, spec: DecoderSpec, optimizer: HostAdamW) -
                 f"checkpoint {str(directory)!r} has no optimizer state for {block.name}: {file.name} is missing"
             )
         with safe_open(file, framework="pt") as f:
-            found, layout = set(f.keys()), f.metadata()["layout"]
-        wanted = set(optimizer.state[block.name].tensors())
+            found, layout = {name: f.get_slice(name).get_dtype() for name in f.keys()}, f.metadata()["layout"]
+        wanted = {name: _DTYPE_NAMES[t.dtype] for name, t in optimizer.state[block.name].tensors().items()}
         if found != wanted:
             raise ValueError(
-                f"checkpoint {str(directory)!r} was written with another param_dtype: {block.name} has {sorted(found)}, "
-                f"this run needs {sorted(wanted)}"
+                f"checkpoint {str(directory)!r} was written with another param_dtype or optimizer_state_dtype: {block.name} has "
+                f"{found}, this run needs {wanted}"
             )
         if layout != _layout(block):
             raise ValueError(

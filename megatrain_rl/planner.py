@@ -13,52 +13,83 @@ from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.host.machine import available_host_bytes
 from megatrain_rl.model.decoder import DecoderSpec
 
-# CUDA context and loaded kernels of one process on an H200, by NVML (see the foundation record).
+# CUDA context and loaded kernels of one process on an H200, by NVML (see the records).
 CONTEXT_BYTES = 900_000_000
 # cuBLAS takes its workspaces from the allocator: one for the thread that runs forward, one for autograd's.
 _WORKSPACE_BYTES = 96 << 20
 # Indices of the packs of a sweep, and their rotary tables as far as these are kept (see LayerRunner).
 _INDEX_BYTES = 64 << 20
-MAX_PACK_TOKENS = 8192
+# What rounding and unlike neighbours leave unused between tensors.
+_SLACK_BYTES = 128 << 20
+# Measured on an H200: 3 GB beyond the plan once everything is loaded and compiled.
+_PROCESS_HOST_BYTES = 5_000_000_000
+# Longer packs make no layer faster; this much lets batches of 2^k tokens of uneven sequences be cut into packs of about 8192.
+MAX_PACK_TOKENS = 10240
 # Below this a layer's kernels no longer hide its transfer and a budget is as good as too small.
 MIN_PACK_TOKENS = 256
-MAX_HEAD_CHUNK, MIN_HEAD_CHUNK = 1024, 64
-_MAX_SLAB_NUMEL = 16 << 20
+MAX_HEAD_CHUNK, MIN_HEAD_CHUNK = 2048, 64
+# With this chunk the head's products hide the traffic of the gradient sum they add to; below it the ring makes room instead.
+_GOOD_HEAD_CHUNK = 1024
+# All slabs together: enough for a whole layer of most models, so that compute never waits for one.
+_MAX_SLABS_NUMEL = 256 << 20
 _RESIDENT_BYTES = 256 << 20
+# Of a pack that is not resident, in backward: its layer input and gradient, those of the next pack on their way, the new gradient, and two
+# more leaving.
+_HIDDEN_TENSORS = 7
+# Packs are padded to a multiple of this where layers are compiled: matrix products keep their fast shapes.
+PACK_MULTIPLE = 128
+# From this width on a compiled layer is faster by more than its compilation costs within a few dozen steps.
+_COMPILE_HIDDEN_SIZE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCosts:
     """Device memory of a model's parts, in bytes.
 
-    fixed: held all the time. layer, per_layer_token: more while a layer runs on a pack. head, per_head_pack_token,
-    per_head_chunk_token: more while the head runs on a pack, and for each token whose logits exist.
+    fixed: held all the time. ring: weight slots, held while layers run. forward_token, backward_token: more for each token of the pack
+    that a layer runs on. layer_sum: fp32 gradient sum of a layer, held in backward. head_weight: output matrix. head_sum: its fp32
+    gradient sum; later the embedding's takes the same place. head_token, head_chunk_token: more while the head runs, for each token
+    of its pack and for each token whose logits exist. hidden_token: hidden states of one pack that wait, arrive or leave, at any time.
     """
 
     fixed: int
-    layer: int
-    per_layer_token: int
-    head: int
-    per_head_pack_token: int
-    per_head_chunk_token: int
+    ring: int
+    forward_token: int
+    backward_token: int
+    layer_sum: int
+    head_weight: int
+    head_sum: int
+    head_token: int
+    head_chunk_token: int
+    hidden_token: int
 
-    def peak(self, pack_tokens: int, head_chunk: int) -> int:
-        layer_phase = self.layer + pack_tokens * self.per_layer_token
-        head_phase = self.head + pack_tokens * self.per_head_pack_token + head_chunk * self.per_head_chunk_token
-        return self.fixed + max(layer_phase, head_phase)
+    def head_room(self, pack_tokens: int, *, ring_in_head: bool) -> int:
+        """Of the head phase, without its chunk's logits."""
+        held = self.fixed + pack_tokens * self.hidden_token + (self.ring if ring_in_head else 0)
+        return held + self.head_weight + self.head_sum + pack_tokens * self.head_token
+
+    def peak(self, pack_tokens: int, head_chunk: int, *, ring_in_head: bool) -> int:
+        """The largest phase: forward with the output matrix already under way, head, backward, embedding."""
+        layers = self.fixed + pack_tokens * self.hidden_token + self.ring
+        forward = layers + pack_tokens * self.forward_token + (self.head_weight if ring_in_head else 0)
+        backward = layers + self.layer_sum + pack_tokens * self.backward_token
+        head = self.head_room(pack_tokens, ring_in_head=ring_in_head) + head_chunk * self.head_chunk_token
+        return max(forward, backward, head)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """pack_tokens: most tokens of a pack cut by default. max_pack_tokens: most tokens the budget can hold in one pack, so the
-    longest sequence. slab_numel: elements of a gradient slab. resident_bytes: for running hidden states kept on the device.
-    gpu_cap_bytes: what the allocator may reserve. host_bytes: planned host RAM without layer inputs; host_limit_bytes: what
-    there is."""
+    longest sequence. slab_numel: elements of a gradient slab. ring_in_head: whether weight slots stay while the head runs, so that the
+    last layers' weights arrive meanwhile; under a tight budget they make room for it. resident_bytes: for running hidden states kept on
+    the device. gpu_cap_bytes: what the allocator may reserve. host_bytes: planned host RAM without layer inputs; host_limit_bytes:
+    what there is."""
 
     costs: DeviceCosts
     pack_tokens: int
     max_pack_tokens: int
     slab_numel: int
+    ring_in_head: bool
     resident_bytes: int
     gpu_cap_bytes: int
     host_bytes: int
@@ -67,50 +98,81 @@ class MemoryPlan:
     def head_chunk(self, pack_tokens: int) -> int:
         """Tokens of a pack of this size whose logits may exist at once."""
         costs = self.costs
-        room = self.gpu_cap_bytes - self.resident_bytes - costs.fixed - costs.head
-        room -= pack_tokens * costs.per_head_pack_token
-        return max(MIN_HEAD_CHUNK, min(MAX_HEAD_CHUNK, room // costs.per_head_chunk_token))
+        room = self.gpu_cap_bytes - self.resident_bytes - costs.head_room(pack_tokens, ring_in_head=self.ring_in_head)
+        return max(MIN_HEAD_CHUNK, min(MAX_HEAD_CHUNK, room // costs.head_chunk_token))
+
+    def hidden_bytes(self, pack_tokens: int) -> int:
+        """Of that, for hidden states between layers."""
+        return self.resident_bytes + pack_tokens * self.costs.hidden_token
+
+    def peak(self, pack_tokens: int) -> int:
+        """Device memory of a sweep whose largest pack is this."""
+        chunk = self.head_chunk(pack_tokens)
+        return self.resident_bytes + self.costs.peak(pack_tokens, chunk, ring_in_head=self.ring_in_head)
+
+
+def compiles(config: StreamConfig, spec: DecoderSpec) -> bool:
+    """Whether layers and head are compiled, where there is CUDA."""
+    return spec.hidden_size >= _COMPILE_HIDDEN_SIZE if config.compile is None else config.compile
 
 
 def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None, *, reference: bool) -> MemoryPlan:
     """adamw None: forward only."""
     train = adamw is not None
     cap = int(config.gpu_budget_gb * 1e9) - CONTEXT_BYTES
-    slab_numel = min(_MAX_SLAB_NUMEL, -(-spec.max_layer_numel // config.num_grad_slabs))
+    slab_numel = -(-min(_MAX_SLABS_NUMEL, spec.max_layer_numel) // config.num_grad_slabs)
     costs = _device_costs(spec, config, slab_numel, train)
-    least = costs.peak(MIN_PACK_TOKENS, MIN_HEAD_CHUNK)
+    least = costs.peak(MIN_PACK_TOKENS, MIN_HEAD_CHUNK, ring_in_head=False)
     if least > cap:
         raise ValueError(
             f"gpu_budget_gb={config.gpu_budget_gb:g} is too small for this model: it needs at least "
             f"{math.ceil((least + CONTEXT_BYTES) / 1e8) / 10:g}; raise gpu_budget_gb or lower ring_depth and num_grad_slabs"
         )
-    resident = min(_RESIDENT_BYTES, (cap - least) // 4)
-    room = cap - costs.fixed - resident
-    head_room = room - costs.head - MIN_HEAD_CHUNK * costs.per_head_chunk_token
-    max_tokens = min((room - costs.layer) // costs.per_layer_token, head_room // costs.per_head_pack_token)
+    resident = min(_RESIDENT_BYTES, (cap - least) // 8)
+    room = cap - resident
+    wanted = config.pack_tokens or MAX_PACK_TOKENS
+    ring_in_head = costs.peak(wanted, _GOOD_HEAD_CHUNK, ring_in_head=True) <= room
+    max_tokens = _max_pack_tokens(costs, room, ring_in_head=ring_in_head)
     if config.pack_tokens is not None and config.pack_tokens > max_tokens:
         raise ValueError(
             f"pack_tokens={config.pack_tokens} does not fit gpu_budget_gb={config.gpu_budget_gb:g}: at most {max_tokens}; "
             "lower pack_tokens or raise gpu_budget_gb"
         )
     host_bytes = _host_bytes(spec, config, train, reference)
-    host_limit = int(config.host_budget_gb * 1e9) if config.host_budget_gb else available_host_bytes()
+    host_limit = int(config.host_budget_gb * 1e9) if config.host_budget_gb else _usable_host_bytes()
     if host_bytes > host_limit:
         pinned = " reference=mmap," if reference and config.reference == "pinned" else ""
+        moments = ""
+        if train and config.optimizer == "native" and config.optimizer_state_dtype == "float32":
+            moments = " optimizer_state_dtype=bfloat16 (4 bytes a parameter less),"
         raise ValueError(
             f"the training state needs {host_bytes / 1e9:.1f} GB of host RAM and {host_limit / 1e9:.1f} GB are available: "
-            f"{(host_bytes - host_limit) / 1e9:.1f} GB short; use a smaller model,{pinned} or set host_budget_gb if more is there"
+            f"{(host_bytes - host_limit) / 1e9:.1f} GB short; use a smaller model,{pinned}{moments} or set host_budget_gb if more is there"
         )
     return MemoryPlan(
         costs=costs,
-        pack_tokens=config.pack_tokens or min(MAX_PACK_TOKENS, max_tokens),
+        pack_tokens=min(wanted, max_tokens),
         max_pack_tokens=max_tokens,
         slab_numel=slab_numel,
+        ring_in_head=ring_in_head,
         resident_bytes=resident,
         gpu_cap_bytes=cap,
         host_bytes=host_bytes,
         host_limit_bytes=host_limit,
     )
+
+
+def _max_pack_tokens(costs: DeviceCosts, room: int, *, ring_in_head: bool) -> int:
+    """Most tokens whose every phase fits; a longer pack is padded, so a multiple of what packs are padded to."""
+    empty = costs.peak(0, 0, ring_in_head=ring_in_head)
+    low, high = 0, (room - empty) // costs.hidden_token
+    while low < high:
+        middle = (low + high + 1) // 2
+        if costs.peak(middle, MIN_HEAD_CHUNK, ring_in_head=ring_in_head) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low // PACK_MULTIPLE * PACK_MULTIPLE
 
 
 def check_packs(plan: MemoryPlan, config: StreamConfig, packs: Sequence[PackedBatch]) -> None:
@@ -132,52 +194,68 @@ def cut_sweeps(
     num_slots: places of one hidden state per token; bytes_per_token: of one hidden state.
     """
     room = plan.host_limit_bytes - plan.host_bytes
-    sweeps: list[list[PackedBatch]] = []
-    size = 0
-    for pack in packs:
-        pack_bytes = num_slots * bytes_per_token * pack.num_tokens
-        if pack_bytes > room:
+    sizes = [num_slots * bytes_per_token * pack.num_tokens for pack in packs]
+    for pack, size in zip(packs, sizes, strict=True):
+        if size > room:
             raise ValueError(
-                f"layer inputs of a pack of {pack.num_tokens} tokens need {pack_bytes / 1e9:.1f} GB of host RAM beside "
+                f"layer inputs of a pack of {pack.num_tokens} tokens need {size / 1e9:.1f} GB of host RAM beside "
                 f"{plan.host_bytes / 1e9:.1f} GB of training state; {plan.host_limit_bytes / 1e9:.1f} GB are available: "
                 "lower pack_tokens, raise checkpoint_interval, or set host_budget_gb if more is there"
             )
-        if not sweeps or size + pack_bytes > room:
+    # about equal sweeps: one of a single pack could not hide its transfers
+    even = sum(sizes) / max(1, math.ceil(sum(sizes) / max(1, room)))
+    sweeps: list[list[PackedBatch]] = []
+    filled = 0
+    for pack, size in zip(packs, sizes, strict=True):
+        if not sweeps or filled + size > room or filled >= even:
             sweeps.append([])
-            size = 0
+            filled = 0
         sweeps[-1].append(pack)
-        size += pack_bytes
+        filled += size
     return sweeps
 
 
 def _device_costs(spec: DecoderSpec, config: StreamConfig, slab_numel: int, train: bool) -> DeviceCosts:
     weight, hidden = config.param_torch_dtype.itemsize, spec.hidden_size
-    fixed = _WORKSPACE_BYTES + _INDEX_BYTES + config.ring_depth * spec.max_layer_numel * weight
-    if train:  # slabs, and the fp32 sum of one layer's gradients
-        fixed += config.num_grad_slabs * slab_numel * config.grad_torch_dtype.itemsize + 4 * spec.max_layer_numel
+    # inputs and outputs of every matrix product of a layer
     widths = max(
         sum(sum(slot.shape) for slot in block.layout.slots.values() if len(slot.shape) == 2) for block in spec.layers
     )
+    head_matrix = spec.vocab_size * hidden
+    compiled = compiles(config, spec)
     return DeviceCosts(
-        fixed=fixed,
-        # one pack's parameter gradients
-        layer=spec.max_layer_numel * weight if train else 0,
-        # inputs and outputs of every matrix product: once in forward; in backward saved and as gradients in flight
-        per_layer_token=weight * ((2 if train else 1) * widths + 8 * hidden),
-        # output matrix and its fp32 gradient sum; the embedding's gradient sum takes the same place later
-        head=spec.vocab_size * hidden * (weight + (4 if train else 0)),
-        # hidden and normed states and their gradients, with the norm's fp32 copies
-        per_head_pack_token=hidden * (5 * weight + 20),
-        # up to three fp32 rows: log-probabilities, probabilities and their product or what logsumexp needs
-        per_head_chunk_token=12 * spec.vocab_size,
+        fixed=_WORKSPACE_BYTES
+        + _INDEX_BYTES
+        + _SLACK_BYTES
+        + (config.num_grad_slabs * slab_numel * config.grad_torch_dtype.itemsize if train else 0),
+        ring=config.ring_depth * spec.max_layer_numel * weight,
+        forward_token=weight * (widths + 2 * hidden),
+        # saved, as gradients in flight, and as factors of the weights' gradients
+        backward_token=weight * ((3 if compiled else 4) * widths // 2 + 2 * hidden) if train else 0,
+        layer_sum=4 * spec.max_layer_numel if train else 0,
+        head_weight=weight * head_matrix,
+        head_sum=4 * head_matrix if train else 0,
+        # the gradient of the hidden states, before it is put where hidden states wait
+        head_token=hidden * weight,
+        hidden_token=weight * hidden * _HIDDEN_TENSORS,
+        # logits in fp32 and their gradient; not compiled, up to three more fp32 rows. Hidden and normed states of the chunk and their
+        # gradients, with the norm's fp32 copies.
+        head_chunk_token=(4 + weight + (0 if compiled else 12)) * spec.vocab_size + hidden * (5 * weight + 20),
     )
+
+
+def _usable_host_bytes() -> int:
+    """What is available now, less what Python, CUDA and other libraries of this process will still take of it."""
+    available = available_host_bytes()
+    return available - min(_PROCESS_HOST_BYTES, available // 10)
 
 
 def _host_bytes(spec: DecoderSpec, config: StreamConfig, train: bool, reference: bool) -> int:
     weight = config.param_torch_dtype.itemsize
     per_parameter = weight
     if train:
-        per_parameter += 8 + config.grad_torch_dtype.itemsize + (2 if weight == 2 else 0)
+        moments = 2 * config.optimizer_state_torch_dtype.itemsize
+        per_parameter += moments + config.grad_torch_dtype.itemsize + (2 if weight == 2 else 0)
     total = spec.num_parameters * per_parameter
     if reference and config.reference == "pinned":
         total += spec.num_parameters * weight

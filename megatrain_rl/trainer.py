@@ -10,6 +10,7 @@ Not thread-safe: one caller at a time. The host optimizer runs on a thread of it
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,9 @@ from megatrain_rl.model.decoder import Block, DecoderSpec, decoder_spec
 from megatrain_rl.model.hf_io import CheckpointReader
 from megatrain_rl.objectives import Objective, TokenStats
 from megatrain_rl.ops.adamw import split_master
-from megatrain_rl.optim.host_adamw import HostAdamW, make_library
+from megatrain_rl.optim.host_adamw import HostAdamW, Interval, make_library
 from megatrain_rl.optim.lr_schedule import LRSchedule
+from megatrain_rl.optim.speculation import SpeculationGate
 from megatrain_rl.planner import check_packs, cut_sweeps, make_plan
 from megatrain_rl.streaming.executor import ForwardBackwardOutput, StreamExecutor
 from megatrain_rl.streaming.schedule import LayerSchedule
@@ -95,14 +97,18 @@ class StreamTrainer:
         self._gradients: HostGradients | None = None
         self._optimizer: HostAdamW | None = None
         self._nonfinite_loss = False
+        self._step_promised = False
         self._skipped_steps = 0
         self._closed = False
         if adamw is not None:
             self.schedule = schedule or LRSchedule(base_lr=adamw.lr)
             self._gradients = HostGradients(spec, config.grad_torch_dtype, pin=pin)
-            self._executor.enable_training(self._gradients)
-            threads = config.cpu_threads or usable_cores()
-            self._optimizer = HostAdamW(spec, self._store, self._gradients, adamw, library, threads)
+            self._optimizer = HostAdamW(
+                spec, self._store, self._gradients, adamw, library,
+                state_dtype=config.optimizer_state_torch_dtype, threads=config.cpu_threads or optimizer_threads(),
+            )  # fmt: skip
+            self._executor.enable_training(self._gradients, on_landed=self._optimizer.offer)
+            self._gate = SpeculationGate(adamw.clip_grad)
 
     @classmethod
     def from_pretrained(
@@ -168,19 +174,30 @@ class StreamTrainer:
         return self.plan.pack_tokens
 
     def forward_backward(
-        self, packs: Sequence[PackedBatch], objective: Objective, *, entropy: bool = False
+        self, packs: Sequence[PackedBatch], objective: Objective, *, entropy: bool = False, final: bool = False
     ) -> ForwardBackwardOutput:
         """Forward and backward of a mini-batch. Gradients are summed over packs and over calls until `optim_step`. Packs whose layer
         inputs do not fit host RAM together run in several sweeps, one after the other.
 
         entropy: hand entropies to the objective too. A non-finite loss stops before backward: this call adds no gradient and the
         next `optim_step` skips.
+        final: a promise that the next call is `optim_step` (or `zero_grad`): the optimizer may start on blocks whose gradients are
+        complete while backward goes on. It does so when recent norms were well below the clip limit; the result is that of a step after
+        backward, to the bit unless this norm turns out above the limit, and to fp32 rounding then.
         """
         self._require_training()
+        self._require_settled()
         merged = ForwardBackwardOutput(losses=[], metrics=[], stats=[], nonfinite_loss=False)
-        for sweep in self._sweeps(packs, train=True):
+        sweeps = self._sweeps(packs, train=True)
+        for i, sweep in enumerate(sweeps):
+            bad = self._nonfinite_loss or merged.nonfinite_loss
+            last = final and i == len(sweeps) - 1
+            speculate = last and not bad and self._may_speculate()
             try:
-                out = self._executor.forward_backward(sweep, self._store, objective, entropy=entropy)
+                out = self._executor.forward_backward(
+                    sweep, self._store, objective, entropy=entropy,
+                    before_backward=self._open_update if speculate else _nothing,
+                )  # fmt: skip
             except BaseException:
                 self._drop_gradients()  # some blocks have this sweep's part and some have not
                 raise
@@ -191,6 +208,7 @@ class StreamTrainer:
                 nonfinite_loss=merged.nonfinite_loss or out.nonfinite_loss,
             )
         self._nonfinite_loss |= merged.nonfinite_loss
+        self._step_promised = final
         return merged
 
     def log_probs(
@@ -202,18 +220,27 @@ class StreamTrainer:
     ) -> list[TokenStats]:
         """Per-token statistics of each pack, on the CPU, under the policy or the frozen reference."""
         self._require_open()
+        self._require_settled()
         if weights == "reference" and self._reference is None:
             raise ValueError("no reference weights are kept; build the trainer with reference=True")
         store = self._store if weights == "policy" else self._reference
         sweeps = self._sweeps(packs, train=False)
         return [stats for sweep in sweeps for stats in self._executor.log_probs(sweep, store, entropy=entropy)]
 
+    def num_sweeps(self, packs: Sequence[PackedBatch], *, train: bool) -> int:
+        """How many sweeps these packs take: more than one when their layer inputs do not fit host RAM together."""
+        return len(self._sweeps(packs, train=train))
+
+    def optimizer_intervals(self) -> list[Interval]:
+        """When the host optimizer worked on which block, latest last, at most 4096."""
+        self._require_training()
+        return list(self._optimizer.intervals)
+
     def zero_grad(self) -> None:
+        """Drop the gradients; an update that began beneath backward is taken back."""
         self._require_training()
         self._executor.drain()
-        self._gradients.clear()
-        self._executor.grad_norms.clear()
-        self._nonfinite_loss = False
+        self._forget_gradients()
 
     def optim_step(self) -> OptimStepResult:
         """Clip and apply the gradients at the schedule's current learning rate; gradients are gone afterwards.
@@ -228,26 +255,30 @@ class StreamTrainer:
                 "optim_step without complete gradients: call forward_backward first, and zero_grad after one that failed"
             )
         norms = self._executor.grad_norms
-        grad_norm = float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else float("nan")
-        stepped = not self._nonfinite_loss and grad_norm == grad_norm and grad_norm != float("inf")
-        if self._nonfinite_loss:
-            grad_norm = float("nan")
+        grad_norm = float("nan") if self._nonfinite_loss else math.hypot(*(norms[b.name] for b in self.spec.blocks))
+        stepped = math.isfinite(grad_norm)
         lr = self.schedule.lr
         if stepped:
-            limit = self.adamw.clip_grad
-            # the factor of torch.nn.utils.clip_grad_norm_
-            scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
-            self._optimizer.start_step(lr=lr, grad_scale=scale)
+            self._apply(lr, grad_norm)
         else:
             self._skipped_steps += 1
-        self._gradients.clear()
-        self._executor.grad_norms.clear()
-        self._nonfinite_loss = False
+        self._forget_gradients()
         return OptimStepResult(grad_norm=grad_norm, stepped=stepped, skipped_steps=self._skipped_steps, lr=lr)
+
+    def _apply(self, lr: float, grad_norm: float) -> None:
+        limit = self.adamw.clip_grad
+        # the factor of torch.nn.utils.clip_grad_norm_
+        scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
+        self._gate.saw(grad_norm)
+        if self._optimizer.is_open:
+            self._optimizer.confirm(grad_scale=scale)
+        else:
+            self._optimizer.start_step(lr=lr, grad_scale=scale)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, host tensor) in forward order, a tied output matrix once. Views of live memory: valid until the next
         `optim_step`. Each block is waited for as it is reached."""
+        self._require_settled()
         for block in self.spec.blocks:
             for name in block.layout.slots:
                 yield block.names[name], self._store.view(block, name)
@@ -265,6 +296,7 @@ class StreamTrainer:
     def load_named_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace weights by Hugging Face name; fp32 values are kept exactly (the residual follows). An unknown name or a wrong
         shape is a ValueError. Moments stay."""
+        self._require_settled()
         self._wait_for_optimizer()
         places = {block.names[n]: (block, n) for block in self.spec.blocks for n in block.names}
         for full_name, tensor in tensors:
@@ -274,16 +306,19 @@ class StreamTrainer:
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write the complete state; see `megatrain_rl.checkpoint` for the layout."""
+        self._require_settled()
         self._wait_for_optimizer()
         state = {"skipped_steps": self._skipped_steps}
         if self._optimizer is not None:
             state |= {"step_count": self._optimizer.step_count, "schedule": self.schedule.state_dict()}
+            state |= {"recent_norms": self._gate.state_dict()}
         checkpoint.save(Path(directory), self.spec, self._store, self._optimizer, state, self._companions)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Restore the complete state, also after a failed update; pending gradients are dropped, the reference is not touched."""
         self._require_open()
         if self._optimizer is not None:
+            self._drop_gradients()
             self._optimizer.settle()
         state = checkpoint.load(Path(directory), self.spec, self._store, self._optimizer)
         self._skipped_steps = state["skipped_steps"]
@@ -291,6 +326,7 @@ class StreamTrainer:
             self.zero_grad()
             self._optimizer.step_count = state["step_count"]
             self.schedule.load_state_dict(state["schedule"])
+            self._gate.load_state_dict(state["recent_norms"])
 
     def synchronize(self) -> None:
         """Until gradients have landed and the optimizer is done."""
@@ -340,8 +376,20 @@ class StreamTrainer:
         """After a failure: nothing that was summed so far may reach an update."""
         with contextlib.suppress(RuntimeError):  # the error that is on its way up is the one to tell
             self._executor.drain()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self._optimizer.revoke()
         self._gradients.clear()
         self._executor.grad_norms.clear()
+        self._nonfinite_loss = False
+        self._step_promised = False
+
+    def _may_speculate(self) -> bool:
+        return self.config.overlap_optimizer and self._optimizer.speculates and self._gate.open
+
+    def _open_update(self) -> None:
+        self._optimizer.speculate(lr=self.schedule.lr)
 
     def _sweeps(self, packs: Sequence[PackedBatch], *, train: bool) -> list[list[PackedBatch]]:
         if not packs:
@@ -360,7 +408,23 @@ class StreamTrainer:
         if self._closed:
             raise ValueError("the trainer is closed")
 
+    def _require_settled(self) -> None:
+        if self._step_promised:
+            raise ValueError(
+                "forward_backward(final=True) promised an update: call optim_step, or zero_grad to drop it"
+            )
+
     def _wait_for_optimizer(self) -> None:
         self._require_open()
         if self._optimizer is not None:
             self._optimizer.wait()
+
+
+def optimizer_threads() -> int:
+    """Seven of every eight cores: one thread gives the GPU its work meanwhile, and one waits for what lands."""
+    cores = usable_cores()
+    return max(1, cores - cores // 8)
+
+
+def _nothing() -> None:
+    pass

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain_rl.head import head_backward, head_forward
+from megatrain_rl.head import Head, HeadStats, chunks
 
 P, V, H = 37, 211, 48
 
@@ -24,35 +24,63 @@ def plain(hidden, weight, targets, temperature):
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+def by_chunks(hidden, weight, targets, temperature, chunk, *, compile=False):
+    """Statistics of all rows, and their backward as a function, chunk by chunk."""
+    head, rows = Head(compile=compile), chunks(len(hidden), chunk)
+    parts = [head.forward(hidden[c], weight, targets[c], temperature[c], entropy=True) for c in rows]
+    stats = HeadStats.concatenated(parts, entropy=True, device=hidden.device)
+
+    def backward(g_log_p, g_entropy, total):
+        grads = [
+            head.backward(
+                hidden[c], weight, targets[c], temperature[c], stats[c], g_log_p[c],
+                None if g_entropy is None else g_entropy[c], total,
+            )
+            for c in rows
+        ]  # fmt: skip
+        return torch.cat([hidden[:0], *grads])
+
+    return stats, backward
+
+
+def test_chunks_cover_all_rows_once_and_are_even():
+    for total in (0, 1, 63, 64, 1000, 8192):
+        for limit in (1, 64, 100, 682, 2048):
+            rows = chunks(total, limit)
+            assert [i for c in rows for i in range(c.start, c.stop)] == list(range(total))
+            assert all(c.stop - c.start <= limit for c in rows)
+    assert [c.stop - c.start for c in chunks(8000, 2048)] == [2048, 2048, 2048, 1856]
+    assert [c.stop - c.start for c in chunks(2100, 2048)] == [1088, 1012]  # not one full and a scrap
+
+
 @pytest.mark.parametrize("chunk", [1, 8, 36, 37, 1000])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_equals_plain_in_fp32(device, chunk, with_entropy):
     hidden, weight, targets, temperature, g_log_p, g_entropy = inputs(device)
-    log_p, entropy = head_forward(hidden, weight, targets, temperature, chunk=chunk, entropy=True)
+    stats, backward = by_chunks(hidden, weight, targets, temperature, chunk)
     leaf_hidden, leaf_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     true_log_p, true_entropy = plain(leaf_hidden, leaf_weight, targets, temperature)
-    assert torch.allclose(log_p, true_log_p, atol=1e-5)
-    assert torch.allclose(entropy, true_entropy, atol=1e-5)
+    assert torch.allclose(stats.log_probs_P, true_log_p, atol=1e-5)
+    assert torch.allclose(stats.entropy_P, true_entropy, atol=1e-5)
     ((true_log_p * g_log_p).sum() + with_entropy * (true_entropy * g_entropy).sum()).backward()
     total = torch.ones(V, H, device=device)  # gradients are added to what is there
-    grad = head_backward(
-        hidden, weight, targets, temperature, g_log_p, g_entropy if with_entropy else None, total, chunk=chunk
-    )
+    grad = backward(g_log_p, g_entropy if with_entropy else None, total)
     assert torch.allclose(grad, leaf_hidden.grad, atol=2e-5)
     assert torch.allclose(total - 1, leaf_weight.grad, atol=2e-5)
 
 
 def test_no_entropy_asked_none_given(device):
     hidden, weight, targets, temperature, *_ = inputs(device)
-    assert head_forward(hidden, weight, targets, temperature, chunk=8, entropy=False)[1] is None
+    stats = Head(compile=False).forward(hidden, weight, targets, temperature, entropy=False)
+    assert stats.entropy_P is None
 
 
 def test_nothing_predicted(device):
     hidden, weight, targets, temperature, g, _ = (x[:0] if x.shape[0] == P else x for x in inputs(device))
-    log_p, entropy = head_forward(hidden, weight, targets, temperature, chunk=8, entropy=True)
-    assert log_p.shape == entropy.shape == (0,)
+    stats, backward = by_chunks(hidden, weight, targets, temperature, 8)
+    assert stats.log_probs_P.shape == stats.entropy_P.shape == (0,)
     total = torch.zeros(V, H, device=device)
-    assert head_backward(hidden, weight, targets, temperature, g, None, total, chunk=8).shape == (0, H)
+    assert backward(g, None, total).shape == (0, H)
     assert total.abs().max() == 0
 
 
@@ -65,7 +93,7 @@ def test_bf16_is_no_worse_than_eager(device):
         ((log_p * g_log_p).sum() + (entropy * g_entropy).sum()).backward()
         results.append([x.detach().double() for x in (log_p, entropy, h.grad, w.grad)])
     total = torch.zeros(V, H, device=device)
-    log_p, entropy = head_forward(hidden, weight, targets, temperature, chunk=16, entropy=True)
-    grad = head_backward(hidden, weight, targets, temperature, g_log_p, g_entropy, total, chunk=16)
-    for ours, exact, eager in zip((log_p, entropy, grad, total), *results, strict=True):
+    stats, backward = by_chunks(hidden, weight, targets, temperature, 16)
+    grad = backward(g_log_p, g_entropy, total)
+    for ours, exact, eager in zip((stats.log_probs_P, stats.entropy_P, grad, total), *results, strict=True):
         assert (ours.double() - exact).norm() <= 1.05 * (eager - exact).norm()

@@ -90,6 +90,34 @@ def test_pack_cutting_does_not_change_the_update(tmp_path, device):
             assert (gradient - gradients[0][0][name]).norm() <= 1e-5 * gradient.norm() + 1e-6 * whole, name
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_changes_no_number(tmp_path, device, tied):
+    """Packs padded to a multiple, as compiled layers want them: same losses, statistics and gradients to fp32 rounding, nothing flows
+    into the padding and its token's embedding gets no gradient from it."""
+    directory = tiny.saved(tiny.model(tiny.config(tied=tied)), tmp_path)
+    data = [s % (tiny.VOCAB - 1) + 1 for s in tiny.sequences()]  # token 0, which padding uses, does not occur
+    objective = tiny.WeightedLoss(tiny.token_weights(data), entropy=0.1)
+    seen = []
+    for multiple in (1, 32):
+        trainer = tiny.trainer(directory, device=device)
+        trainer._executor._pack_multiple = multiple
+        packs = tiny.packs(data)
+        assert any(p.num_tokens % 32 for p in packs)
+        out = trainer.forward_backward(packs, objective, entropy=True)
+        seen.append((out, {n: g.clone() for n, g in trainer.named_gradients()}))
+        trainer.close()
+    (plain, gradients), (padded, others) = seen
+    assert padded.losses == pytest.approx(plain.losses, rel=1e-5)
+    for a, b in zip(plain.stats, padded.stats, strict=True):
+        assert torch.allclose(a.log_probs_T, b.log_probs_T, atol=1e-5)
+        assert torch.allclose(a.entropy_T, b.entropy_T, atol=1e-5)
+    whole = torch.cat([g.flatten() for g in gradients.values()]).norm()
+    for name, gradient in others.items():
+        assert (gradient - gradients[name]).norm() <= 1e-5 * gradient.norm() + 1e-6 * whole, name
+    if not tied:
+        assert others["model.embed_tokens.weight"][0].abs().max() == 0
+
+
 def test_sequences_of_a_pack_do_not_see_each_other(tmp_path, device):
     """Changing one sequence changes no other sequence's log-probs by a bit."""
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path), device=device, pack_tokens=200)

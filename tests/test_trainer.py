@@ -403,7 +403,7 @@ def test_a_failed_sweep_leaves_nothing_to_step_with(tmp_path, monkeypatch):
     data = tiny.sequences()
     packs, objective = tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data))
     trainer.forward_backward(packs, objective)
-    backward, calls = trainer._executor._layer_backward, []
+    backward, calls = trainer._executor._backward_visit, []
 
     def fail_at_layer_two(visit, *args):
         calls.append(visit.layer)
@@ -411,7 +411,7 @@ def test_a_failed_sweep_leaves_nothing_to_step_with(tmp_path, monkeypatch):
             raise OSError("the cable fell out")
         backward(visit, *args)
 
-    monkeypatch.setattr(trainer._executor, "_layer_backward", fail_at_layer_two)
+    monkeypatch.setattr(trainer._executor, "_backward_visit", fail_at_layer_two)
     with pytest.raises(OSError):
         trainer.forward_backward(packs, objective)
     monkeypatch.undo()
@@ -435,14 +435,14 @@ def test_error_of_the_optimizer_thread_reaches_the_caller(tmp_path, monkeypatch)
     packs, objective = tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data))
     trainer.save_checkpoint(tmp_path / "c")
     before = [s.log_probs_T for s in trainer.log_probs(packs)]
-    step_block = trainer._optimizer._step_block
+    step_block = trainer._optimizer._do
 
     def fail_at_layer_two(block, *args):
         if block.name == "layers.2":
             raise MemoryError("no room")
         step_block(block, *args)
 
-    monkeypatch.setattr(trainer._optimizer, "_step_block", fail_at_layer_two)
+    monkeypatch.setattr(trainer._optimizer, "_do", fail_at_layer_two)
     trainer.forward_backward(packs, objective)
     trainer.optim_step()
     for call in (lambda: trainer.log_probs(packs), trainer.synchronize, lambda: list(trainer.named_parameters())):

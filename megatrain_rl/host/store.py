@@ -29,6 +29,9 @@ class WeightStore(Protocol):
         """Flat host weights of `block` (layout numel,), once nobody writes them any more; valid until the reader's copy
         has been reported by `copied`."""
 
+    def readable(self, block: Block) -> bool:
+        """Whether `read` would return at once."""
+
     def copied(self, block: Block, fence: HostFence) -> None:
         """Tell the store that the device copy of what `read` returned is complete once `fence` is."""
 
@@ -61,6 +64,9 @@ class HostStore:
                 "the host optimizer failed; weights are incomplete, resume from a checkpoint"
             ) from self._error
         return self._regions[block.name].flat
+
+    def readable(self, block: Block) -> bool:
+        return self._readable[block.name].is_set()
 
     def copied(self, block: Block, fence: HostFence) -> None:
         """Nothing to do: a block is only written after the gradients computed from its device copy have landed."""
@@ -123,6 +129,9 @@ class MappedStore:
         fill_from_checkpoint(block, flat, self._reader)
         self._holder[block.name] = i
         return flat
+
+    def readable(self, block: Block) -> bool:
+        return True
 
     def copied(self, block: Block, fence: HostFence) -> None:
         self._fences[self._holder[block.name]] = fence

@@ -8,7 +8,7 @@ Shapes: T tokens of a pack, H hidden size, V vocabulary.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +17,22 @@ from torch import Tensor
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import StreamConfig
+from megatrain_rl.head import Head
 from megatrain_rl.host.gradients import HostGradients
 from megatrain_rl.host.store import WeightStore
 from megatrain_rl.model.attention import resolve_backend
 from megatrain_rl.model.decoder import EMBED_WEIGHT, Block, DecoderSpec
 from megatrain_rl.model.template import LayerRunner
 from megatrain_rl.objectives import Objective, TokenStats
-from megatrain_rl.planner import MemoryPlan
-from megatrain_rl.streaming.device_pack import DevicePack
+from megatrain_rl.planner import PACK_MULTIPLE, MemoryPlan, compiles
+from megatrain_rl.streaming.device_pack import DevicePack, padded_tokens
 from megatrain_rl.streaming.head_pass import HeadPass
 from megatrain_rl.streaming.hidden import HiddenStates
 from megatrain_rl.streaming.schedule import Kind, LayerSchedule, Visit
 from megatrain_rl.transfer.activations import ActivationStore
+from megatrain_rl.transfer.arena import cap_device_memory, reserve_device_memory
 from megatrain_rl.transfer.grad_slabs import GradSlabPool
-from megatrain_rl.transfer.lanes import Lanes
+from megatrain_rl.transfer.lanes import Lanes, Mark
 from megatrain_rl.transfer.weight_ring import WeightRing, upload
 
 # Rotary tables of the first packs of a sweep are kept on the device, those of later ones made anew in every layer: what is kept
@@ -61,67 +63,98 @@ def _on_compute_lane(sweep):
 
 
 class StreamExecutor:
-    """Allocates the ring at once and, in `enable_training`, what gradients need. One caller at a time."""
+    """Holds no weights between sweeps; `enable_training` allocates what gradients need. One caller at a time."""
 
     def __init__(self, spec: DecoderSpec, config: StreamConfig, plan: MemoryPlan, device: torch.device):
         dtype = config.param_torch_dtype
+        cuda = device.type == "cuda"
         backend = resolve_backend(config.attention, device, dtype)  # first: it may refuse the setting
-        pin = device.type == "cuda"
-        if pin:
-            _cap_gpu_memory(device, plan.gpu_cap_bytes)
+        compiled = cuda and compiles(config, spec)
         self._spec = spec
         self._plan = plan
         self._device = device
         self._dtype = dtype
         self._interval = config.checkpoint_interval
+        self._pack_multiple = PACK_MULTIPLE if compiled else 1
+        cap_device_memory(device, plan.gpu_cap_bytes)
         self._lanes = Lanes.on(device)
-        self._runner = LayerRunner(spec, device, dtype, backend, config.compile and device.type == "cuda")
+        self._runner = LayerRunner(spec, device, dtype, backend, compiled)
+        self._head = Head(compile=compiled)
         self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
-        self._activations = ActivationStore(self._lanes, device, spec.hidden_size, dtype, pin=pin)
+        self._activations = ActivationStore(self._lanes, device, spec.hidden_size, dtype, pin=cuda)
         self._slab_settings = dict(
             num_slabs=config.num_grad_slabs, slab_numel=plan.slab_numel, dtype=config.grad_torch_dtype
         )
         self._slabs: GradSlabPool | None = None
         self._gradients: HostGradients | None = None
-        self._sum: Tensor | None = None
-        self.grad_norms: dict[str, Tensor] = {}
+        # Blocks whose gradient has more to come in this sweep; read by the landing thread.
+        self._partial: set[str] = set()
+        self.grad_norms: dict[str, float] = {}
 
-    def enable_training(self, gradients: HostGradients) -> None:
-        """Allocate what only training needs; gradients will land in `gradients`."""
+    def enable_training(self, gradients: HostGradients, on_landed: Callable[[Block, float], None]) -> None:
+        """Gradients will land in `gradients`. on_landed(block, norm): called on a thread of its own when this sweep's gradient of a
+        block is complete there."""
+
+        def landed(block: Block, norm: float) -> None:
+            gradients.filled.add(block.name)
+            self.grad_norms[block.name] = norm
+            if block.name not in self._partial:
+                on_landed(block, norm)
+
         self._gradients = gradients
-        self._sum = torch.zeros(self._spec.max_layer_numel, dtype=torch.float32, device=self._device)
-        self._slabs = GradSlabPool(
-            self._lanes, self._device, on_landed=lambda block: gradients.filled.add(block.name), **self._slab_settings
-        )
+        self._activations.begin(0, [], arena_bytes=self._plan.hidden_bytes(self._plan.pack_tokens))
+        self._reserve(self._plan.pack_tokens)
+        self._runner.warm_up()
+        self._slabs = GradSlabPool(self._lanes, self._device, on_landed=landed, **self._slab_settings)
 
     @torch.no_grad()
     @_on_compute_lane
     def log_probs(self, packs: Sequence[PackedBatch], store: WeightStore, *, entropy: bool) -> list[TokenStats]:
         """Statistics of `packs` under the weights of `store`, on the CPU."""
         schedule = LayerSchedule(self._spec.num_layers, self._interval, train=False)
-        device_packs, hidden = self._begin(packs, store, schedule)
-        self._run_visits(schedule, range(len(schedule.visits)), device_packs, hidden)
-        head = HeadPass(self._spec, self._runner, self._plan, self._head_flats(store), sums=None)
+        device_packs, hidden = self._begin(packs, schedule)
+        weights = self._forward(schedule, store, device_packs, hidden)
+        self._lanes.compute.wait(weights.ready)
+        head = HeadPass(self._spec, self._runner, self._head, self._plan, weights.flats, sums=None)
         stats = [head.stats(hidden.take_final(m), dp, entropy=entropy) for m, dp in enumerate(device_packs)]
         return [_on_cpu(s) for s in stats]
 
     @torch.no_grad()
     @_on_compute_lane
     def forward_backward(
-        self, packs: Sequence[PackedBatch], store: WeightStore, objective: Objective, *, entropy: bool
+        self,
+        packs: Sequence[PackedBatch],
+        store: WeightStore,
+        objective: Objective,
+        *,
+        entropy: bool,
+        before_backward: Callable[[], None],
     ) -> ForwardBackwardOutput:
-        """One sweep of forward and backward; gradients are added to what HostGradients holds and land asynchronously."""
+        """One sweep of forward and backward; gradients are added to what HostGradients holds and land asynchronously.
+
+        before_backward: called once every loss is known to be finite and before the first gradient leaves.
+        """
         assert self._slabs is not None, "forward-only executor"
         self._slabs.drain()
         schedule = LayerSchedule(self._spec.num_layers, self._interval, train=True)
-        device_packs, hidden = self._begin(packs, store, schedule)
-        self._run_visits(schedule, range(schedule.num_forward), device_packs, hidden)
-        result, sums = self._head_pass(device_packs, store, objective, hidden, entropy)
-        if not result.nonfinite_loss:
-            while sums:  # no name may keep a pushed sum alive: it is as large as the output matrix
-                self._push(*sums.pop())
-            self._run_visits(schedule, range(schedule.num_forward, len(schedule.visits)), device_packs, hidden)
-            self._embedding_gradient(device_packs, hidden)
+        device_packs, hidden = self._begin(packs, schedule)
+        weights = self._forward(schedule, store, device_packs, hidden)
+        backward = schedule.visits[schedule.num_forward :]
+        if self._plan.ring_in_head:
+            self._ring.begin(store, [self._spec.layers[v.layer] for v in backward])
+        result, sums = self._head_pass(device_packs, weights, objective, hidden, entropy)
+        del weights  # the output matrix makes room for the layers' backward
+        if result.nonfinite_loss:
+            return result
+        before_backward()
+        if not self._plan.ring_in_head:
+            self._ring.begin(store, [self._spec.layers[v.layer] for v in backward])
+        self._partial = {self._spec.embed.name} if self._spec.tied else set()
+        while sums:  # no name may keep a pushed sum alive: it is as large as the output matrix
+            self._push(*sums.pop())
+        self._backward(backward, device_packs, hidden)
+        self._ring.park()
+        self._embedding_gradient(device_packs, hidden)
         return result
 
     def drain(self) -> None:
@@ -133,91 +166,139 @@ class StreamExecutor:
         if self._slabs is not None:
             self._slabs.close()
         self._activations.close()
-        if self._device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+        cap_device_memory(self._device, None)
 
     # ---- the sweep's parts ----
 
-    def _begin(
-        self, packs: Sequence[PackedBatch], store: WeightStore, schedule: LayerSchedule
-    ) -> tuple[list[DevicePack], HiddenStates]:
-        self._activations.begin(schedule.num_slots, [p.num_tokens for p in packs])
-        hidden = HiddenStates(self._activations, schedule, packs, self._plan.resident_bytes)
-        for m, pack in enumerate(packs):
-            store.rows(self._spec.embed, EMBED_WEIGHT, pack.tokens_T, self._activations.host_TH(0, m))
-            self._activations.filled(0, m)
-        self._ring.begin(store, [self._spec.layers[v.layer] for v in schedule.visits])
+    def _reserve(self, pack_tokens: int) -> None:
+        reserve_device_memory(self._device, self._plan.peak(pack_tokens), self._plan.gpu_cap_bytes)
+
+    def _begin(self, packs: Sequence[PackedBatch], schedule: LayerSchedule) -> tuple[list[DevicePack], HiddenStates]:
+        tokens = [padded_tokens(pack, self._pack_multiple) for pack in packs]
+        self._activations.begin(schedule.num_slots, tokens, arena_bytes=self._plan.hidden_bytes(max(tokens)))
+        self._reserve(max(tokens))
         before = 0
         device_packs = []
         for pack in packs:
             before += pack.num_tokens
-            layer_inputs = self._runner.inputs(pack, keep_rotary=before <= _ROTARY_TOKENS)
-            device_packs.append(DevicePack.of(pack, layer_inputs, self._device))
-        return device_packs, hidden
+            device_packs.append(
+                DevicePack.of(
+                    pack,
+                    self._runner,
+                    self._device,
+                    multiple=self._pack_multiple,
+                    keep_rotary=before <= _ROTARY_TOKENS,
+                )
+            )
+        return device_packs, HiddenStates(self._activations, schedule, tokens, self._plan.resident_bytes)
 
-    def _run_visits(self, schedule: LayerSchedule, which: range, packs: list[DevicePack], hidden: HiddenStates) -> None:
-        for v in which:
-            visit = schedule.visits[v]
-            block = self._spec.layers[visit.layer]
-            hidden.prefetch(visit, 0)
-            weights = block.layout.views(self._ring.acquire(block))
-            if visit.kind is Kind.BACKWARD:
-                weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
-                total = self._zero_or_pull(block, self._sum[: block.layout.numel])
-                total_views = block.layout.views(total)
-            for m, dp in enumerate(packs):
-                # one pack ahead; the last pack looks into the next visit
-                if m + 1 < len(packs):
-                    hidden.prefetch(visit, m + 1)
-                elif v + 1 in which:
-                    hidden.prefetch(schedule.visits[v + 1], 0)
-                if visit.kind is Kind.BACKWARD:
-                    self._layer_backward(visit, m, dp, weights, total_views, hidden)
-                else:
-                    hidden_TH = hidden.take_input(visit, m)
-                    hidden.give_output(visit, m, self._runner.layer(visit.layer, weights, hidden_TH, dp.layer_inputs))
-            self._ring.release(block)
-            if visit.kind is Kind.BACKWARD:
-                self._push(block, total)
+    def _forward(
+        self, schedule: LayerSchedule, store: WeightStore, packs: list[DevicePack], hidden: HiddenStates
+    ) -> "_HeadWeights":
+        """Every layer over every pack. Returns the head's weights, which cross while the last layer runs when there is room."""
+        visits = schedule.visits[: schedule.num_forward]
+        self._ring.begin(store, [self._spec.layers[v.layer] for v in visits])
+        self._embed(store, packs, 0)
+        head = None
+        for v, visit in enumerate(visits):
+            last = v == len(visits) - 1
+            if last and self._plan.ring_in_head and all(store.readable(b) for b in self._head_blocks()):
+                head = self._upload_head(store)
+            # the first layer's packs are gathered on the host one ahead of compute
+            feed = functools.partial(self._embed, store, packs) if v == 0 else None
+            self._forward_visit(visit, None if last else visits[v + 1], packs, hidden, feed)
+        self._ring.park()
+        return head or self._upload_head(store)
 
-    def _layer_backward(
+    def _forward_visit(
         self,
         visit: Visit,
-        m: int,
-        dp: DevicePack,
-        weights: dict[str, Tensor],
-        total_views: dict[str, Tensor],
+        following: Visit | None,
+        packs: list[DevicePack],
         hidden: HiddenStates,
+        feed: Callable[[int], None] | None = None,
     ) -> None:
-        """Recompute one layer on one pack, then its vector-Jacobian product."""
-        hidden_TH = hidden.take_input(visit, m).requires_grad_()
-        with torch.enable_grad():
-            out_TH = self._runner.layer(visit.layer, weights, hidden_TH, dp.layer_inputs)
-        grad_hidden_TH, *grads = torch.autograd.grad(
-            out_TH, [hidden_TH, *weights.values()], hidden.take_gradient(m), allow_unused=True
-        )
-        for name, grad in zip(weights, grads, strict=True):
-            if grad is not None:
-                total_views[name].add_(grad)
-        hidden.give_gradient(m, grad_hidden_TH)
+        """One layer over every pack, forward. feed(m): makes the input of pack m."""
+        block = self._spec.layers[visit.layer]
+        hidden.prefetch(visit, 0)
+        weights = block.layout.views(self._ring.acquire(block))
+        for m, dp in enumerate(packs):
+            if feed is not None and m + 1 < len(packs):
+                feed(m + 1)
+            self._prefetch_after(visit, following, m, len(packs), hidden)
+            hidden_TH = hidden.take_input(visit, m)
+            hidden.give_output(visit, m, self._runner.layer(visit.layer, weights, hidden_TH, dp.layer_inputs))
+        self._ring.release(block)
 
-    def _head_flats(self, store: WeightStore) -> dict[str, Tensor]:
-        """Flat weights of the head's blocks; they are on the device only while the caller holds them."""
+    def _backward(self, visits: list[Visit], packs: list[DevicePack], hidden: HiddenStates) -> None:
+        sum_flat = torch.empty(self._spec.max_layer_numel, dtype=torch.float32, device=self._device)
+        for v, visit in enumerate(visits):
+            following = visits[v + 1] if v + 1 < len(visits) else None
+            if visit.kind is Kind.RECOMPUTE:
+                self._forward_visit(visit, following, packs, hidden)
+            else:
+                self._backward_visit(visit, following, packs, hidden, sum_flat)
+
+    def _backward_visit(
+        self,
+        visit: Visit,
+        following: Visit | None,
+        packs: list[DevicePack],
+        hidden: HiddenStates,
+        sum_flat: Tensor,
+    ) -> None:
+        """One layer over every pack: recompute and vector-Jacobian product, then its gradient leaves."""
+        block = self._spec.layers[visit.layer]
+        hidden.prefetch(visit, 0)
+        weights = block.layout.views(self._ring.acquire(block))
+        total = sum_flat[: block.layout.numel].zero_()
+        if block.name in self._gradients.filled:  # of an earlier sweep; it crosses while this one's is computed
+            self._slabs.prefetch_earlier(self._gradients.flat(block))
+        total_views = block.layout.views(total)
+        for m, dp in enumerate(packs):
+            self._prefetch_after(visit, following, m, len(packs), hidden)
+            hidden_TH = hidden.take_input(visit, m)
+            grad_TH = hidden.take_gradient(m)
+            grad_TH = self._runner.vjp(visit.layer, weights, hidden_TH, dp.layer_inputs, grad_TH, total_views)
+            hidden.give_gradient(m, grad_TH)
+        self._ring.release(block)
+        self._push(block, total)
+
+    def _prefetch_after(self, visit: Visit, following: Visit | None, m: int, num_packs: int, hidden: HiddenStates):
+        """One pack ahead; the last pack looks into the next visit."""
+        if m + 1 < num_packs:
+            hidden.prefetch(visit, m + 1)
+        elif following is not None:
+            hidden.prefetch(following, 0)
+
+    def _embed(self, store: WeightStore, packs: list[DevicePack], m: int) -> None:
+        """Gather the embedding rows of pack `m` on the host, one pack ahead of the first layer."""
+        store.rows(self._spec.embed, EMBED_WEIGHT, packs[m].tokens_T, self._activations.host_TH(0, m))
+        self._activations.filled(0, m)
+
+    def _upload_head(self, store: WeightStore) -> "_HeadWeights":
+        """Start the head's weights on their way; they are on the device only while the caller holds them."""
         flats = {}
         for block in self._head_blocks():
             flat = torch.empty(block.layout.numel, dtype=self._dtype, device=self._device)
             # the memory may have had other users on compute, which must be done before upload writes it
-            self._lanes.compute.wait(upload(self._lanes, store, block, flat, after=self._lanes.compute.record()))
+            ready = upload(self._lanes, store, block, flat, after=self._lanes.compute.record())
             flats[block.name] = flat
-        return flats
+        return _HeadWeights(flats, ready)
 
     def _head_pass(
-        self, packs: list[DevicePack], store: WeightStore, objective: Objective, hidden: HiddenStates, entropy: bool
+        self,
+        packs: list[DevicePack],
+        weights: "_HeadWeights",
+        objective: Objective,
+        hidden: HiddenStates,
+        entropy: bool,
     ) -> tuple[ForwardBackwardOutput, list[tuple[Block, Tensor]]]:
         """Head and objective of every pack; leaves each pack's gradient in `hidden`. Returns the gradient sums of the head's blocks,
         not pushed yet: a non-finite loss must not touch the gradients on the host."""
         sums = {block.name: self._new_sum(block) for block in self._head_blocks()}
-        head = HeadPass(self._spec, self._runner, self._plan, self._head_flats(store), sums)
+        self._lanes.compute.wait(weights.ready)
+        head = HeadPass(self._spec, self._runner, self._head, self._plan, weights.flats, sums)
         results = []
         for m, dp in enumerate(packs):
             result = head.forward_backward(hidden.take_final(m), dp, objective, entropy=entropy)
@@ -234,12 +315,14 @@ class StreamExecutor:
 
     def _embedding_gradient(self, packs: list[DevicePack], hidden: HiddenStates) -> None:
         block = self._spec.embed
-        # A tied matrix has just had the head's gradient pushed: it comes back and is added to.
-        self._slabs.drain()
+        if self._spec.tied:  # the matrix has just had the head's gradient pushed: it comes back and is added to
+            self._slabs.drain()
+            self._partial.clear()
         total = self._new_sum(block)
         total_VH = block.layout.view(total, EMBED_WEIGHT)
         for m, dp in enumerate(packs):
-            tokens_T, grad_TH = dp.pack.tokens_T, hidden.take_gradient(m).float()
+            tokens_T = dp.pack.tokens_T
+            grad_TH = hidden.take_gradient(m)[: tokens_T.numel()].float()
             if self._spec.padding_idx is not None:
                 rows = (tokens_T != self._spec.padding_idx).nonzero()[:, 0]
                 tokens_T, grad_TH = tokens_T[rows], grad_TH.index_select(0, rows.to(self._device))
@@ -251,19 +334,22 @@ class StreamExecutor:
         return (self._spec.head, self._spec.embed) if self._spec.tied else (self._spec.head,)
 
     def _new_sum(self, block: Block) -> Tensor:
-        return self._zero_or_pull(block, torch.empty(block.layout.numel, dtype=torch.float32, device=self._device))
-
-    def _zero_or_pull(self, block: Block, flat: Tensor) -> Tensor:
-        """Start a block's fp32 sum: with the gradient of earlier sweeps when there is one, else with zeros."""
-        if block.name in self._gradients.filled:
-            self._slabs.pull(self._gradients.flat(block), flat)
-        else:
-            flat.zero_()
-        return flat
+        return torch.zeros(block.layout.numel, dtype=torch.float32, device=self._device)
 
     def _push(self, block: Block, total: Tensor) -> None:
-        self.grad_norms[block.name] = torch.linalg.vector_norm(total)
-        self._slabs.push(block, total, self._gradients.flat(block))
+        """Send a block's gradient sum out, added to that of earlier sweeps when there is one."""
+        grad_host = self._gradients.flat(block)
+        if block.name in self._gradients.filled:
+            self._slabs.add_earlier(grad_host, total)
+        self._slabs.push(block, total, grad_host)
+
+
+@dataclass(frozen=True)
+class _HeadWeights:
+    """flats: by block name. ready: recorded after the last copy; waited for by compute before the head runs."""
+
+    flats: dict[str, Tensor]
+    ready: Mark
 
 
 def _add_rows(total_VH: Tensor, tokens_T: Tensor, grad_TH: Tensor) -> None:
@@ -279,11 +365,3 @@ def _on_cpu(stats: TokenStats) -> TokenStats:
     return TokenStats(
         log_probs_T=stats.log_probs_T.cpu(), entropy_T=None if stats.entropy_T is None else stats.entropy_T.cpu()
     )
-
-
-def _cap_gpu_memory(device: torch.device, cap_bytes: int) -> None:
-    """The allocator may reserve so much and no more: an allocation over it is an error here, not a surprise for the engine that
-    shares the card. Expandable segments keep what is reserved close to what is allocated."""
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)

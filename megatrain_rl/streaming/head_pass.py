@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain_rl.head import head_backward, head_forward
+from megatrain_rl.head import Head, HeadStats, chunks
 from megatrain_rl.model.decoder import DecoderSpec
 from megatrain_rl.model.template import LayerRunner
 from megatrain_rl.objectives import Objective, TokenStats
@@ -37,11 +37,13 @@ class HeadPass:
         self,
         spec: DecoderSpec,
         runner: LayerRunner,
+        head: Head,
         plan: MemoryPlan,
         flats: dict[str, Tensor],
         sums: dict[str, Tensor] | None,
     ):
         self._runner = runner
+        self._head = head
         self._plan = plan
         output_block, output_name = spec.output_weight
         self._norm_weights = _norm_only(spec.head.layout.views(flats[spec.head.name]))
@@ -52,16 +54,12 @@ class HeadPass:
 
     def stats(self, hidden_TH: Tensor, dp: DevicePack, *, entropy: bool) -> TokenStats:
         """Log-probs, and entropies when asked for, of the last hidden states (T, H) of a pack."""
-        hidden_PH = hidden_TH.index_select(0, dp.predict_P)
-        return self._stats_of_normed(self._runner.norm(self._norm_weights, hidden_PH), dp, entropy)
+        return self._leaves(self._forward(hidden_TH, dp, entropy), dp)
 
     def forward_backward(self, hidden_TH: Tensor, dp: DevicePack, objective: Objective, *, entropy: bool) -> HeadResult:
         """`stats`, the objective, and the way back to the hidden states; gradients of the weights are added to the sums."""
-        hidden_PH = hidden_TH.index_select(0, dp.predict_P).requires_grad_()
-        norm_leaves = {name: w.detach().requires_grad_() for name, w in self._norm_weights.items()}
-        with torch.enable_grad():
-            normed_PH = self._runner.norm(norm_leaves, hidden_PH)
-        stats = self._stats_of_normed(normed_PH.detach(), dp, entropy)
+        head_stats = self._forward(hidden_TH, dp, entropy)
+        stats = self._leaves(head_stats, dp)
         stats.log_probs_T.requires_grad_()
         if stats.entropy_T is not None:
             stats.entropy_T.requires_grad_()
@@ -69,10 +67,6 @@ class HeadPass:
             out = objective(stats, dp.pack)
             if out.loss.requires_grad:
                 out.loss.backward()
-        grad_normed_PH = self._backward_to_normed(normed_PH.detach(), stats, dp)
-        grad_PH, *grads = torch.autograd.grad(normed_PH, [hidden_PH, *norm_leaves.values()], grad_normed_PH)
-        for name, grad in zip(norm_leaves, grads, strict=True):
-            self._norm_sums[name].add_(grad)
         return HeadResult(
             loss=out.loss.detach().float(),
             metrics=out.metrics,
@@ -80,33 +74,56 @@ class HeadPass:
                 log_probs_T=stats.log_probs_T.detach(),
                 entropy_T=None if stats.entropy_T is None else stats.entropy_T.detach(),
             ),
-            grad_TH=torch.zeros_like(hidden_TH).index_copy_(0, dp.predict_P, grad_PH),
+            grad_TH=self._backward(hidden_TH, head_stats, stats, dp),
         )
 
-    def _stats_of_normed(self, normed_PH: Tensor, dp: DevicePack, entropy: bool) -> TokenStats:
-        log_probs_P, entropy_P = head_forward(
-            normed_PH,
-            self._weight_VH,
-            dp.targets_P,
-            dp.temperature_P,
-            chunk=self._plan.head_chunk(dp.pack.num_tokens),
-            entropy=entropy,
-        )
-        return dp.token_stats(log_probs_P, entropy_P)
+    def _leaves(self, head_stats: HeadStats, dp: DevicePack) -> TokenStats:
+        return dp.token_stats(head_stats.log_probs_P, head_stats.entropy_P)
 
-    def _backward_to_normed(self, normed_PH: Tensor, stats: TokenStats, dp: DevicePack) -> Tensor:
+    def _forward(self, hidden_TH: Tensor, dp: DevicePack, entropy: bool) -> HeadStats:
+        """Chunk by chunk, the norm too: beside the hidden states nothing of the pack's size exists."""
+        parts = [
+            self._head.forward(
+                self._runner.norm(self._norm_weights, hidden_TH.index_select(0, dp.predict_P[c])),
+                self._weight_VH,
+                dp.targets_P[c],
+                dp.temperature_P[c],
+                entropy=entropy,
+            )
+            for c in self._chunks(dp)
+        ]
+        return HeadStats.concatenated(parts, entropy=entropy, device=hidden_TH.device)
+
+    def _backward(self, hidden_TH: Tensor, head_stats: HeadStats, stats: TokenStats, dp: DevicePack) -> Tensor:
+        """Gradient (T, H) of the hidden states. stats: the leaves with the objective's gradients."""
+        grad_TH = torch.zeros_like(hidden_TH)
+        grad_log_probs_P = dp.leaf_gradient(stats.log_probs_T)
         # an entropy that the loss does not use needs no second term in the head's backward
         uses_entropy = stats.entropy_T is not None and stats.entropy_T.grad is not None
-        return head_backward(
-            normed_PH,
-            self._weight_VH,
-            dp.targets_P,
-            dp.temperature_P,
-            dp.leaf_gradient(stats.log_probs_T),
-            dp.leaf_gradient(stats.entropy_T) if uses_entropy else None,
-            self._weight_sum_VH,
-            chunk=self._plan.head_chunk(dp.pack.num_tokens),
-        )
+        grad_entropy_P = dp.leaf_gradient(stats.entropy_T) if uses_entropy else None
+        for c in self._chunks(dp):
+            hidden_CH = hidden_TH.index_select(0, dp.predict_P[c]).requires_grad_()
+            norm_leaves = {name: w.detach().requires_grad_() for name, w in self._norm_weights.items()}
+            with torch.enable_grad():
+                normed_CH = self._runner.norm(norm_leaves, hidden_CH)
+            grad_normed_CH = self._head.backward(
+                normed_CH.detach(),
+                self._weight_VH,
+                dp.targets_P[c],
+                dp.temperature_P[c],
+                head_stats[c],
+                grad_log_probs_P[c],
+                None if grad_entropy_P is None else grad_entropy_P[c],
+                self._weight_sum_VH,
+            )
+            grad_CH, *grads = torch.autograd.grad(normed_CH, [hidden_CH, *norm_leaves.values()], grad_normed_CH)
+            for name, grad in zip(norm_leaves, grads, strict=True):
+                self._norm_sums[name].add_(grad)
+            grad_TH.index_copy_(0, dp.predict_P[c], grad_CH)
+        return grad_TH
+
+    def _chunks(self, dp: DevicePack) -> list[slice]:
+        return chunks(dp.predict_P.numel(), self._plan.head_chunk(dp.num_tokens))
 
 
 def _norm_only(views: dict[str, Tensor]) -> dict[str, Tensor]:

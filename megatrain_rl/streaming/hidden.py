@@ -10,23 +10,22 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatrain_rl.batch import PackedBatch
 from megatrain_rl.streaming.schedule import Kind, LayerSchedule, Visit
 from megatrain_rl.transfer.activations import ActivationStore
 
 
 class HiddenStates:
-    """resident_bytes: device memory for the running tensors of the first packs."""
+    """pack_tokens: size of each pack. resident_bytes: device memory for the running tensors of the first packs."""
 
     def __init__(
-        self, store: ActivationStore, schedule: LayerSchedule, packs: Sequence[PackedBatch], resident_bytes: int
+        self, store: ActivationStore, schedule: LayerSchedule, pack_tokens: Sequence[int], resident_bytes: int
     ):
         self._store = store
         self._running_slot = schedule.running_slot
         self._saved = {schedule.saved_slot(b) for b in range(schedule.num_layers)} - {None}
         self._resident = set()
-        for m, pack in enumerate(packs):
-            resident_bytes -= store.bytes_per_token * pack.num_tokens
+        for m, tokens in enumerate(pack_tokens):
+            resident_bytes -= store.bytes_per_token * tokens
             if resident_bytes < 0:
                 break
             self._resident.add(m)
@@ -47,6 +46,7 @@ class HiddenStates:
 
     def give_output(self, visit: Visit, m: int, hidden_TH: Tensor) -> None:
         """Output (T, H) of a FORWARD or RECOMPUTE visit."""
+        hidden_TH = self._store.hold(hidden_TH)
         resident = visit.kind is Kind.FORWARD and m in self._resident
         if not resident or visit.output_slot != self._running_slot:
             self._store.put(visit.output_slot, m, hidden_TH)
@@ -62,6 +62,7 @@ class HiddenStates:
         return self._take_running(m)
 
     def give_gradient(self, m: int, grad_TH: Tensor) -> None:
+        grad_TH = self._store.hold(grad_TH)
         if m in self._resident:
             self._running[m] = grad_TH
         else:

@@ -2,7 +2,8 @@
 
 A slot is a place for one (T_total, H) tensor of a sweep in pinned host RAM; a pack owns its rows of every slot. `put` sends a
 pack's hidden states out, `prefetch` starts bringing them back, `take` hands them over. Device memory therefore holds a few
-packs, not the batch.
+packs, not the batch; it is an arena of its own (`hold`), since these tensors outlive the layer or head that made them and would
+otherwise lie scattered through the memory that the next one needs in one piece.
 
 Shapes: T tokens of a pack, H hidden size.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatrain_rl.host.pinned import HostRegion
+from megatrain_rl.transfer.arena import DeviceArena
 from megatrain_rl.transfer.lanes import Lanes, Mark
 
 # Outgoing tensors kept alive until their copy is done. Two let the copy of one overlap the compute of the next.
@@ -27,10 +29,11 @@ class ActivationStore:
         self._dtype = dtype
         self._pin = pin
         self._region = HostRegion(0, dtype, pin=False)
+        self._arena = DeviceArena(device)
         self._starts: list[int] = [0]
         self._landed: dict[
             tuple[int, int], Mark
-        ] = {}  # recorded after the copy out; waited for by upload before reading back
+        ] = {}  # recorded after the copy out; waited for by fetch before reading back
         self._arriving: dict[tuple[int, int], tuple[Tensor, Mark]] = {}
         self._outgoing: deque[tuple[Tensor, Mark]] = deque()
 
@@ -39,13 +42,14 @@ class ActivationStore:
         """Of one hidden state."""
         return self._hidden_size * self._dtype.itemsize
 
-    def begin(self, num_slots: int, pack_tokens: list[int]) -> None:
-        """Start a sweep of packs of these sizes with `num_slots` slots. The host region grows when it must, never shrinks; the
-        old one is given back first, so the two never exist together."""
+    def begin(self, num_slots: int, pack_tokens: list[int], *, arena_bytes: int) -> None:
+        """Start a sweep of packs of these sizes with `num_slots` slots and room for `arena_bytes` of hidden states on the device.
+        Host region and arena grow when they must, never shrink; the old one is given back first, so the two never exist together."""
         self._lanes.synchronize()
         self._landed.clear()
         self._arriving.clear()
         self._outgoing.clear()
+        self._arena.grow_to(arena_bytes)
         self._starts = [0]
         for tokens in pack_tokens:
             self._starts.append(self._starts[-1] + tokens)
@@ -63,8 +67,13 @@ class ActivationStore:
     def filled(self, slot: int, pack: int) -> None:
         self._landed[slot, pack] = Mark(None)
 
+    def hold(self, hidden_TH: Tensor) -> Tensor:
+        """`hidden_TH` in the arena (on a CPU as it is)."""
+        with self._arena.allocating():
+            return hidden_TH.clone() if hidden_TH.is_cuda else hidden_TH
+
     def put(self, slot: int, pack: int, hidden_TH: Tensor) -> None:
-        """Send `hidden_TH` out. It must not be written in place afterwards; it is kept alive until it has left."""
+        """Send `hidden_TH`, which is in the arena, out. It must not be written in place afterwards; it is kept alive until it has left."""
         lanes = self._lanes
         if len(self._outgoing) >= _OUTGOING:
             tensor, landed = self._outgoing.popleft()
@@ -84,13 +93,14 @@ class ActivationStore:
             return
         lanes = self._lanes
         source_TH = self.host_TH(slot, pack)
-        hidden_TH = torch.empty(source_TH.shape, dtype=self._dtype, device=self._device)
-        # The memory came from compute's pool: its earlier users on compute must be done before upload writes it.
-        lanes.upload.wait(lanes.compute.record())
-        lanes.upload.wait(self._landed[slot, pack])
-        with lanes.upload:
+        with self._arena.allocating():
+            hidden_TH = torch.empty(source_TH.shape, dtype=self._dtype, device=self._device)
+        # The memory belongs to compute's order of things: its earlier users on compute must be done before fetch writes it.
+        lanes.fetch.wait(lanes.compute.record())
+        lanes.fetch.wait(self._landed[slot, pack])
+        with lanes.fetch:
             hidden_TH.copy_(source_TH, non_blocking=True)
-        self._arriving[slot, pack] = (hidden_TH, lanes.upload.record())
+        self._arriving[slot, pack] = (hidden_TH, lanes.fetch.record())
 
     def take(self, slot: int, pack: int, *, forget: bool) -> Tensor:
         """Hidden states (T, H) of (slot, pack) on the device, ready for compute. `forget`: nobody reads them again, so that a

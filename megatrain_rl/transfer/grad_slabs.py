@@ -7,12 +7,14 @@ what goes wrong there is raised at the caller's next push or drain.
 
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.model.decoder import Block
 from megatrain_rl.transfer.lanes import Lanes, Mark
 
@@ -20,15 +22,26 @@ from megatrain_rl.transfer.lanes import Lanes, Mark
 @dataclass
 class _Slab:
     flat: Tensor
-    free: Mark | None = (
-        None  # recorded after the copy out of the slab; waited for by compute before the next cast into it
-    )
+    # recorded after the last use: on download after the copy out of it, on compute after it was added to a sum. Waited for by
+    # whoever writes the slab next.
+    free: Mark | None = None
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """norm_device: kept alive until its copy has landed."""
+
+    block: Block
+    norm_device: Tensor
+    norm_host: Tensor
+    landed: Mark
 
 
 class GradSlabPool:
     """num_slabs slabs of `slab_numel` elements of `dtype` on `device`.
 
-    on_landed(block): called on the worker thread when a pushed gradient is complete in host memory.
+    on_landed(block, norm): called on the worker thread when a pushed gradient is complete in host memory; norm is its L2 norm, taken in
+    fp32 before the cast.
     """
 
     def __init__(
@@ -39,76 +52,100 @@ class GradSlabPool:
         num_slabs: int,
         slab_numel: int,
         dtype: torch.dtype,
-        on_landed: Callable[[Block], None],
+        on_landed: Callable[[Block, float], None],
     ):
         self._lanes = lanes
         self._slabs = [_Slab(torch.empty(slab_numel, dtype=dtype, device=device)) for _ in range(num_slabs)]
+        self._slab_numel = slab_numel
         self._next = 0
+        self._ahead: deque[tuple[_Slab, Mark]] = deque()
         self._on_landed = on_landed
+        # A norm is read long before the ring of places comes round: the slabs it shares the lane with are far fewer.
+        self._norms = HostRegion(4096, torch.float32, pin=device.type == "cuda")
+        self._num_pushed = 0
         self._error: BaseException | None = None
-        self._landings: queue.Queue[tuple[Block, Mark] | None] = queue.Queue()
+        self._landings: queue.Queue[_Landing | None] = queue.Queue()
         self._worker = threading.Thread(target=self._report_landings, name="grad-landings", daemon=True)
         self._worker.start()
 
     def push(self, block: Block, grad_device: Tensor, grad_host: Tensor) -> None:
         """Send `grad_device` (numel,) fp32 to `grad_host` (numel,). `grad_device` may be reused by compute at once."""
         self._raise_worker_error()
-        numel = grad_device.numel()
-        for start in range(0, numel, self._slabs[0].flat.numel()):
+        assert not self._ahead, "an earlier gradient was prefetched and never added"
+        norm_device = torch.linalg.vector_norm(grad_device)
+        for part in self._parts(grad_device.numel()):
             slab = self._take()
-            end = min(start + slab.flat.numel(), numel)
-            part = slab.flat[: end - start]
-            part.copy_(grad_device[start:end])
+            if slab.free is not None:
+                self._lanes.compute.wait(slab.free)
+            staged = slab.flat[: part.stop - part.start]
+            staged.copy_(grad_device[part])
             self._lanes.download.wait(self._lanes.compute.record())
             with self._lanes.download:
-                grad_host[start:end].copy_(part, non_blocking=True)
+                grad_host[part].copy_(staged, non_blocking=True)
             slab.free = self._lanes.download.record()
-        self._landings.put((block, self._lanes.download.record()))
+        place = self._num_pushed % self._norms.flat.numel()
+        self._num_pushed += 1
+        norm_host = self._norms.flat[place : place + 1]
+        with self._lanes.download:  # after the last slab's copy, so after compute took the norm
+            norm_host.copy_(norm_device.view(1), non_blocking=True)
+        self._landings.put(_Landing(block, norm_device, norm_host, self._lanes.download.record()))
 
-    def pull(self, grad_host: Tensor, grad_device: Tensor) -> None:
-        """The way back: fill `grad_device` (numel,) fp32 from a landed gradient, to be added to."""
+    def prefetch_earlier(self, grad_host: Tensor) -> None:
+        """Start the way back of a landed gradient, as much of it as the slabs hold; `add_earlier` must follow, before any push."""
+        parts = list(self._parts(grad_host.numel()))
+        self._ahead.extend(self._fetch(grad_host[part]) for part in parts[: len(self._slabs)])
+
+    def add_earlier(self, grad_host: Tensor, grad_device: Tensor) -> None:
+        """Add a landed gradient (numel,) to the fp32 sum `grad_device` (numel,)."""
         self._raise_worker_error()
-        numel = grad_device.numel()
-        for start in range(0, numel, self._slabs[0].flat.numel()):
-            slab = self._take()
-            end = min(start + slab.flat.numel(), numel)
-            part = slab.flat[: end - start]
-            # after the slab's last use on compute as well as its last copy out
-            self._lanes.upload.wait(self._lanes.compute.record())
-            with self._lanes.upload:
-                part.copy_(grad_host[start:end], non_blocking=True)
-            self._lanes.compute.wait(self._lanes.upload.record())
-            grad_device[start:end].copy_(part)
+        for part in self._parts(grad_device.numel()):
+            slab, arrived = self._ahead.popleft() if self._ahead else self._fetch(grad_host[part])
+            self._lanes.compute.wait(arrived)
+            grad_device[part].add_(slab.flat[: part.stop - part.start])
             slab.free = self._lanes.compute.record()
 
     def drain(self) -> None:
         """Wait until everything pushed has landed and been reported; raise what the worker met."""
         self._landings.join()
+        while self._ahead:  # left by a sweep that failed in between
+            slab, arrived = self._ahead.popleft()
+            slab.free = arrived
         self._raise_worker_error()
 
     def close(self) -> None:
         self._landings.put(None)
         self._worker.join()
+        self._norms.close()
+
+    def _parts(self, numel: int) -> Iterator[slice]:
+        for start in range(0, numel, self._slab_numel):
+            yield slice(start, min(start + self._slab_numel, numel))
 
     def _take(self) -> _Slab:
         slab = self._slabs[self._next]
         self._next = (self._next + 1) % len(self._slabs)
-        if slab.free is not None:
-            self._lanes.compute.wait(slab.free)
         return slab
+
+    def _fetch(self, source: Tensor) -> tuple[_Slab, Mark]:
+        slab = self._take()
+        if slab.free is not None:
+            self._lanes.upload.wait(slab.free)
+        with self._lanes.upload:
+            slab.flat[: source.numel()].copy_(source, non_blocking=True)
+        return slab, self._lanes.upload.record()
 
     def _report_landings(self) -> None:
         while True:
-            item = self._landings.get()
+            landing = self._landings.get()
             try:
-                if item is None:
+                if landing is None:
                     return
-                block, landed = item
-                landed.synchronize()
-                self._on_landed(block)
+                landing.landed.synchronize()
+                self._on_landed(landing.block, landing.norm_host.item())
             except BaseException as error:  # raised on the caller's thread instead
                 self._error = error
             finally:
+                del landing
                 self._landings.task_done()
 
     def _raise_worker_error(self) -> None:

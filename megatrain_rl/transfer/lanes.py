@@ -55,26 +55,25 @@ class Lane:
 
 @dataclass(frozen=True)
 class Lanes:
-    """The three lanes of a streamed step.
+    """The lanes of a streamed step.
 
     compute: kernels, on the stream that was current when the lanes were made.
-    upload: host to device; weights of the next layer and layer inputs of the next pack cross while compute works on this one.
-    download: device to host; layer inputs and gradients leave while compute goes on. Apart from `upload` because the link
-        carries both directions at once.
+    upload: host to device; weights of the next layer cross while compute works on this one.
+    fetch: host to device; layer inputs of the next pack. Apart from `upload`, where a pack would queue behind a whole layer's weights.
+    download: device to host; layer inputs and gradients leave while compute goes on. The link carries both directions at once.
     """
 
     compute: Lane
     upload: Lane
+    fetch: Lane
     download: Lane
 
     @classmethod
     def on(cls, device: torch.device) -> "Lanes":
         if device.type != "cuda":
-            return cls(Lane(None), Lane(None), Lane(None))
-        return cls(
-            Lane(torch.cuda.current_stream(device)), Lane(torch.cuda.Stream(device)), Lane(torch.cuda.Stream(device))
-        )
+            return cls(Lane(None), Lane(None), Lane(None), Lane(None))
+        return cls(Lane(torch.cuda.current_stream(device)), *(Lane(torch.cuda.Stream(device)) for _ in range(3)))
 
     def synchronize(self) -> None:
-        for lane in (self.compute, self.upload, self.download):
+        for lane in (self.compute, self.upload, self.fetch, self.download):
             lane.synchronize()

@@ -2,6 +2,9 @@
 
 The ring is told the whole order of a sweep at once and keeps its slots full: acquire hands out the next block of that order,
 release frees its slot and starts the copy of the block that comes `depth` places later. There is no index to drift.
+
+A block that the host optimizer still holds is not waited for ahead of time: the caller would stop giving compute the work that is
+ready. Its copy starts at the next release or, at the latest, when it is acquired.
 """
 
 from collections import deque
@@ -19,20 +22,21 @@ from megatrain_rl.transfer.lanes import Lanes, Mark
 @dataclass
 class _Slot:
     flat: Tensor
-    free: Mark | None = (
-        None  # recorded after the last compute that read the slot; waited for by upload before refilling
-    )
+    free: Mark  # recorded on compute after what used the memory before; waited for by upload before refilling
     ready: Mark | None = None  # recorded after the copy into the slot; waited for by compute before reading
     block: Block | None = None
 
 
 class WeightRing:
-    """depth: number of slots; numel, dtype: size of each."""
+    """depth: number of slots; numel, dtype: size of each. Slots exist from `begin` to `park`."""
 
     def __init__(self, lanes: Lanes, device: torch.device, depth: int, numel: int, dtype: torch.dtype):
         self._lanes = lanes
-        self._slots = [_Slot(torch.empty(numel, dtype=dtype, device=device)) for _ in range(depth)]
-        self._empty: deque[_Slot] = deque(self._slots)
+        self._device = device
+        self._depth = depth
+        self._numel = numel
+        self._dtype = dtype
+        self._empty: deque[_Slot] = deque()
         self._loaded: deque[_Slot] = deque()
         self._order: deque[Block] = deque()
         self._store: WeightStore | None = None
@@ -40,18 +44,22 @@ class WeightRing:
     def begin(self, store: WeightStore, order: Iterable[Block]) -> None:
         """Start a sweep: its blocks, in the order they will be acquired, from `store`. What an aborted sweep left is dropped."""
         now = self._lanes.compute.record()
-        for slot in self._loaded:
+        while self._loaded:
+            slot = self._loaded.popleft()
             slot.free = now
-        self._empty = deque(self._slots)
-        self._loaded.clear()
+            self._empty.append(slot)
+        for _ in range(self._depth - len(self._empty)):
+            flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+            self._empty.append(_Slot(flat, free=now))
         self._store = store
         self._order = deque(order)
         self._prefetch()
 
     def acquire(self, block: Block) -> Tensor:
         """Flat weights of `block`, which must be next in the order; valid until `release`."""
+        self._prefetch()
         if not self._loaded:
-            self._prefetch()
+            self._load_next()
         slot = self._loaded[0]
         assert slot.block is block, f"ring holds {slot.block.name}, asked for {block.name}"
         self._lanes.compute.wait(slot.ready)
@@ -66,19 +74,26 @@ class WeightRing:
         self._empty.append(slot)
         self._prefetch()
 
+    def park(self) -> None:
+        """The order is through: give the slots' memory back until the next `begin`."""
+        assert not self._order and not self._loaded, "a block was announced and not used"
+        self._empty.clear()
+
     def _prefetch(self) -> None:
-        while self._empty and self._order:
-            slot, block = self._empty.popleft(), self._order.popleft()
-            slot.ready = upload(self._lanes, self._store, block, slot.flat[: block.layout.numel], after=slot.free)
-            slot.block = block
-            self._loaded.append(slot)
+        while self._empty and self._order and self._store.readable(self._order[0]):
+            self._load_next()
+
+    def _load_next(self) -> None:
+        slot, block = self._empty.popleft(), self._order.popleft()
+        slot.ready = upload(self._lanes, self._store, block, slot.flat[: block.layout.numel], after=slot.free)
+        slot.block = block
+        self._loaded.append(slot)
 
 
-def upload(lanes: Lanes, store: WeightStore, block: Block, out: Tensor, after: Mark | None) -> Mark:
+def upload(lanes: Lanes, store: WeightStore, block: Block, out: Tensor, *, after: Mark) -> Mark:
     """Copy a block's host weights into `out` on the upload lane, not before `after`. The mark is recorded after the copy."""
     source = store.read(block)
-    if after is not None:
-        lanes.upload.wait(after)
+    lanes.upload.wait(after)
     with lanes.upload:
         out.copy_(source, non_blocking=True)
     ready = lanes.upload.record()

@@ -64,6 +64,7 @@ class MegaTrainEngine(BaseEngine):
         self.mode: str | None = None
         self.trainer: StreamTrainer | None = None
         self._skipped_steps = 0
+        self._step_follows = False
         self._weights = "policy"
         preflight.check_engine(
             model=model_config,
@@ -211,7 +212,7 @@ class MegaTrainEngine(BaseEngine):
 
     def _train(self, packs: list[PackedBatch], objective: VerlObjective, entropy: bool):
         assert self._weights == "policy", "the reference is never trained"
-        out = self.trainer.forward_backward(packs, objective, entropy=entropy)
+        out = self.trainer.forward_backward(packs, objective, entropy=entropy, final=self._step_follows)
         metrics: dict[str, Any] = {}
         for pack_metrics in out.metrics:
             append_to_dict(metrics, pack_metrics)
@@ -219,7 +220,11 @@ class MegaTrainEngine(BaseEngine):
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
         """VERL's, plus in RL the optimizer steps skipped so far because a loss or the gradient norm was not finite."""
-        outputs = super().train_batch(data, loss_function)
+        self._step_follows = True  # BaseEngine.train_batch: zero_grad, forward_backward_batch, optimizer_step
+        try:
+            outputs = super().train_batch(data, loss_function)
+        finally:
+            self._step_follows = False
         if batch.has_responses(data):
             # RL flattens lists over ranks and mini-batches and names it actor/skipped_steps; SFT would log the list
             outputs["metrics"]["skipped_steps"] = [float(self._skipped_steps)]

@@ -36,6 +36,31 @@ def test_ring_hands_out_the_order_it_was_told(spec, device, depth):
             flat = ring.acquire(spec.layers[i])
             assert (flat == i + 1).all()
             ring.release(spec.layers[i])
+        ring.park()  # the memory is gone until the next begin
+    store.close()
+
+
+def test_ring_does_not_wait_ahead_of_time(spec, device):
+    """A block that a writer holds is waited for when it is acquired, not when its slot becomes free."""
+    import threading
+
+    ring = WeightRing(Lanes.on(torch.device(device)), torch.device(device), 2, spec.max_layer_numel, torch.float32)
+    store = filled_store(spec, device)
+    flat = store.begin_write(spec.layers[1])
+    ring.begin(store, list(spec.layers))  # would hang here
+    assert (ring.acquire(spec.layers[0]) == 1).all()
+    ring.release(spec.layers[0])
+
+    def finish():
+        flat.fill_(42)
+        store.end_write(spec.layers[1])
+
+    writer = threading.Timer(0.2, finish)
+    writer.start()
+    assert (ring.acquire(spec.layers[1]) == 42).all()
+    ring.release(spec.layers[1])
+    assert (ring.acquire(spec.layers[2]) == 3).all()
+    writer.join()
     store.close()
 
 
@@ -74,7 +99,7 @@ def test_reader_waits_for_the_writer_and_gets_its_error(spec):
     assert isinstance(error.value.__cause__, OSError)
 
 
-def pool(spec, device, on_landed=lambda block: None, num_slabs=3, slab_numel=1000):
+def pool(spec, device, on_landed=lambda block, norm: None, num_slabs=3, slab_numel=1000):
     device = torch.device(device)
     return GradSlabPool(
         Lanes.on(device), device, num_slabs=num_slabs, slab_numel=slab_numel, dtype=torch.float32, on_landed=on_landed
@@ -83,7 +108,7 @@ def pool(spec, device, on_landed=lambda block: None, num_slabs=3, slab_numel=100
 
 def test_slabs_push_and_pull(spec, device):
     landed = []
-    slabs = pool(spec, device, lambda block: landed.append(block.name))
+    slabs = pool(spec, device, lambda block, norm: landed.append((block.name, norm)))
     block = spec.layers[0]
     gradient = torch.randn(block.layout.numel, device=device)
     host = torch.zeros(block.layout.numel, pin_memory=device == "cuda")
@@ -91,14 +116,24 @@ def test_slabs_push_and_pull(spec, device):
     slabs.push(block, gradient, host)
     gradient.zero_()  # may be reused at once
     slabs.drain()
-    assert torch.equal(host, copy.cpu()) and landed == ["layers.0"]
-    slabs.pull(host, gradient)
-    assert torch.equal(gradient, copy)
+    assert torch.equal(host, copy.cpu())
+    assert landed == [("layers.0", pytest.approx(copy.norm().item(), rel=1e-6))]
+    for ahead in (False, True):  # what the slabs hold may be on its way before it is asked for
+        gradient = torch.ones_like(copy)
+        if ahead:
+            slabs.prefetch_earlier(host)
+        slabs.add_earlier(host, gradient)
+        assert torch.equal(gradient, copy + 1)
+    slabs.prefetch_earlier(host)  # and a sweep that failed here leaves nothing behind
+    slabs.drain()
+    slabs.push(block, copy + 1, host)
+    slabs.drain()
+    assert torch.equal(host, copy.cpu() + 1)
     slabs.close()
 
 
 def test_worker_error_is_raised_once_on_the_caller(spec, device):
-    def fail(block):
+    def fail(block, norm):
         raise OSError(f"no place for {block.name}")
 
     slabs = pool(spec, device, fail)
@@ -116,7 +151,7 @@ def test_activations_come_back_as_they_went(device):
     store = ActivationStore(
         Lanes.on(torch.device(device)), torch.device(device), 8, torch.float32, pin=device == "cuda"
     )
-    store.begin(3, [4, 6])
+    store.begin(3, [4, 6], arena_bytes=1 << 16)
     tensors = {(s, p): torch.randn(t, 8, device=device) for s in range(3) for p, t in ((0, 4), (1, 6))}
     for (slot, pack), tensor in tensors.items():
         store.put(slot, pack, tensor)
@@ -135,10 +170,10 @@ def test_activation_region_is_reused_and_grows_without_doubling(device):
     store = ActivationStore(
         Lanes.on(torch.device(device)), torch.device(device), 8, torch.float32, pin=device == "cuda"
     )
-    store.begin(2, [10])
+    store.begin(2, [10], arena_bytes=1 << 16)
     first = store._region.flat.data_ptr()
-    store.begin(2, [7])
+    store.begin(2, [7], arena_bytes=1 << 16)
     assert store._region.flat.data_ptr() == first
-    store.begin(2, [20])
+    store.begin(2, [20], arena_bytes=1 << 16)
     assert store._region.flat.numel() == 2 * 20 * 8
     store.close()
