@@ -2,21 +2,40 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
+
+from megatrain_rl.bench import adam, head, link, logprob, step
+from megatrain_rl.bench.peers import run as peers
+from megatrain_rl.bench.record import Record, check_writable
+
+_BENCHES = {
+    "link": (link, "host to device, device to host, both, and beside the host optimizer"),
+    "adam": (adam, "the host AdamW against memory bandwidth, torch and DeepSpeed"),
+    "head": (head, "the output-matrix phase against its matrix products"),
+    "step": (step, "whole training steps of a real shape with random weights"),
+    "logprob": (logprob, "forward only"),
+    "peers": (peers, "the same step by DeepSpeed ZeRO-3, FSDP2 and the reference schedule"),
+}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="megatrain-rl", description="Tools of the layer-streaming trainer.")
     commands = parser.add_subparsers(dest="command", required=True)
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(dest="bench", required=True)
-    step_parser = bench.add_parser("step", help="whole training steps of a real shape with random weights")
-    from megatrain_rl.bench import step
-
-    step.add_arguments(step_parser)
-    arguments = parser.parse_args()
+    for name, (module, description) in _BENCHES.items():
+        module.add_arguments(bench.add_parser(name, help=description, description=description, allow_abbrev=False))
+    arguments = parser.parse_args(argv)
+    record = Record(argv)
     try:
-        step.run(arguments)
+        check_writable(arguments.json, "--json")
+        _BENCHES[arguments.bench][0].run(arguments, record)
     except ValueError as error:
         sys.exit(f"megatrain-rl: {error}")
+    finally:
+        # also when something failed on the way: what was measured until then, and the lines that say what failed
+        if arguments.json and record.raw:
+            record.write(arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,116 +1,189 @@
-"""`megatrain-rl bench step`: whole training steps of a real shape with random weights, timed, with memory by NVML."""
+"""`megatrain-rl bench step`: whole training steps of a real shape with random weights, timed, with memory by NVML.
+
+How a step is timed: see `series`. What its figures are divided by: see `flops` and `ceilings`; both in the same process, before the
+weights are loaded.
+"""
 
 import argparse
-import json
-import shlex
-import sys
+import dataclasses
+import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import torch
-
-from megatrain_rl.batch import pack_sequences
-from megatrain_rl.bench.shapes import SHAPES, shape_config
+from megatrain_rl.batch import PackedBatch, pack_sequences
+from megatrain_rl.bench.arguments import (
+    Case,
+    add_cases,
+    add_common,
+    add_model,
+    add_settings,
+    read_cases,
+    read_config,
+    run_device,
+)
+from megatrain_rl.bench.ceilings import Ceilings, measure_ceilings
+from megatrain_rl.bench.data import ADVANTAGE_STD, PolicyGradientSurrogate, random_sequences
+from megatrain_rl.bench.flops import light_speed, step_traffic, useful_flops
+from megatrain_rl.bench.record import Record, check_writable
+from megatrain_rl.bench.series import MemoryMeter, report_speed, run_series
+from megatrain_rl.bench.shapes import shape_config
+from megatrain_rl.bench.trace import draw_timeline, profile_step
 from megatrain_rl.config import AdamWConfig, StreamConfig
-from megatrain_rl.objectives import NegativeLogLikelihood
-from megatrain_rl.profiling import MemorySampler, environment
+from megatrain_rl.objectives import NegativeLogLikelihood, Objective
 from megatrain_rl.trainer import StreamTrainer
+
+# The reference implementation keeps the input of every fourth layer.
+REFERENCE_INTERVAL = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMode:
+    """How a step is run.
+
+    schedule: "layer-major" is this package's. "reference" is that of the implementation it is compared with: one sweep per
+        micro-batch, so weights cross the link about three times for each (forward, recompute, backward), and an optimizer that
+        begins after backward and ends before the next step.
+    overlap: the optimizer may start beneath backward.
+    """
+
+    schedule: Literal["layer-major", "reference"] = "layer-major"
+    overlap: bool = True
+
+    def configure(self, config: StreamConfig, micro_batch_tokens: int) -> StreamConfig:
+        if self.schedule == "layer-major":
+            return config
+        if micro_batch_tokens < 1:
+            raise ValueError(f"--micro-batch-tokens {micro_batch_tokens}: must be at least 1")
+        return dataclasses.replace(config, checkpoint_interval=REFERENCE_INTERVAL, pack_tokens=micro_batch_tokens)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", default="qwen2.5-7b", help=", ".join(SHAPES))
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens per step")
-    parser.add_argument("--mean-length", type=int, default=1024, help="mean sequence length; lengths vary around it")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", default="step", help="name of the case in the record")
-    parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--set", action="append", default=[], metavar="KNOB=VALUE", help="a setting of StreamConfig")
+    add_model(parser, shape="qwen2.5-7b")
+    add_cases(parser, steps=5, warmup=2)
+    parser.add_argument("--objective", choices=("surrogate", "nll"), default="surrogate", help="what is trained")
+    parser.add_argument(
+        "--advantage-std", type=float, default=ADVANTAGE_STD, help="of the surrogate; a norm above 1 would be clipped"
+    )
+    parser.add_argument("--no-overlap", action="store_true", help="the optimizer starts after backward")
+    parser.add_argument("--schedule", choices=("layer-major", "reference"), default="layer-major")
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096, help="of the reference schedule")
+    parser.add_argument("--trace", type=Path, help="profile one more step of the last case into this chrome trace")
+    parser.add_argument("--trace-picture", type=Path, help="draw that trace's timeline into this PNG")
+    add_settings(parser)
+    add_common(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    knobs = {}
-    for item in arguments.set:
-        name, _, value = item.partition("=")
-        try:
-            knobs[name] = json.loads(value)
-        except json.JSONDecodeError:
-            knobs[name] = value
-    config = StreamConfig.from_mapping(knobs, prefix="--set ")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sampler = MemorySampler().start()
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    cases = read_cases(arguments, default=["16k=16384"])
+    mode = StepMode(schedule=arguments.schedule, overlap=not arguments.no_overlap)
+    config = mode.configure(read_config(arguments.set), arguments.micro_batch_tokens)
+    hf_config = shape_config(arguments.shape, layers=arguments.layers)
+    for path, option in ((arguments.trace, "--trace"), (arguments.trace_picture, "--trace-picture")):
+        check_writable(path, option)
+    if arguments.trace_picture and not arguments.trace:
+        raise ValueError("--trace-picture needs --trace, which it is drawn from")
+    device = run_device()
+    ceilings = measure_ceilings(device, record, quick=arguments.quick)
     started = time.perf_counter()
     trainer = StreamTrainer.from_config(
-        shape_config(arguments.shape, layers=arguments.layers), config=config, adamw=AdamWConfig(lr=1e-6), device=device,
-        seed=arguments.seed,
-    )  # fmt: skip
-    lines = [
-        f"{arguments.shape}: {trainer.spec.num_parameters / 1e9:.2f} B parameters, {trainer.spec.num_layers} layers, "
-        f"packs of {trainer.pack_tokens}, head chunk {trainer.plan.head_chunk(trainer.pack_tokens)}, ready in {time.perf_counter() - started:.1f} s"
-    ]
-    print(lines[0], flush=True)
-    seconds = []
-    for step in range(arguments.steps):
-        seconds.append(_timed_step(trainer, arguments, step, lines))
-    trainer.synchronize()
-    sampler.stop()
-    cuda_lines = _cuda_memory_lines() if device == "cuda" else []
-    for line in cuda_lines:
-        print(line, flush=True)
-    results = [
-        {"metric": "step_s", "value": round(sorted(seconds)[len(seconds) // 2], 3), "unit": "s"},
-        {"metric": "trainer_process_peak_gib", "value": round(sampler.gpu_peak_bytes / 2**30, 2), "unit": "GiB"},
-        {"metric": "host_rss_gib", "value": round(sampler.rss_peak_bytes / 2**30, 1), "unit": "GiB"},
-        {
-            "metric": "tokens_per_s",
-            "value": round(arguments.tokens / sorted(seconds)[len(seconds) // 2]),
-            "unit": "1/s",
-        },
-    ]
-    for result in results:
-        print(f"{arguments.case} {result['metric']} {result['value']} {result['unit']}", flush=True)
-    if arguments.json:
-        record = {"command": shlex.join(["megatrain-rl", *sys.argv[1:]]), **environment(), "raw": lines + cuda_lines}
-        record["results"] = [{"case": arguments.case, **r} for r in results]
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-    trainer.close()
-
-
-def _timed_step(trainer: StreamTrainer, arguments: argparse.Namespace, step: int, lines: list[str]) -> float:
-    """One forward, backward and update on fresh random sequences; the time runs until every weight is updated."""
-    sequences = random_sequences(
-        arguments.tokens, arguments.mean_length, trainer.spec.vocab_size, seed=arguments.seed + step
+        hf_config, config=config, adamw=AdamWConfig(lr=1e-6), device=device, seed=arguments.seed
     )
-    packs = pack_sequences(sequences, max_tokens=trainer.pack_tokens)
+    try:
+        record.say(describe(arguments.shape, trainer, time.perf_counter() - started))
+        for case in cases:
+            _run_case(case, trainer, mode, arguments, ceilings, record)
+        if arguments.trace:
+            _trace(cases[-1], trainer, mode, arguments, record)
+    finally:
+        trainer.close()
+
+
+def describe(shape: str, trainer: StreamTrainer, ready_s: float) -> str:
+    packs = trainer.pack_tokens
+    return (
+        f"{shape}: {trainer.spec.num_parameters / 1e9:.2f} B parameters, {trainer.spec.num_layers} layers, packs of {packs}, "
+        f"head chunk {trainer.plan.head_chunk(packs)}, {trainer.config}, ready in {ready_s:.1f} s"
+    )
+
+
+class Workload:
+    """The steps of one case, each on data of its own that was made before the clock runs."""
+
+    def __init__(
+        self, case: Case, trainer: StreamTrainer, mode: StepMode, arguments: argparse.Namespace, *, count: int
+    ):
+        self._trainer = trainer
+        self._mode = mode
+        self._batches: list[tuple[list[PackedBatch], Objective]] = []
+        self._flops: list[float] = []
+        for seed in range(arguments.seed, arguments.seed + count):
+            sequences = random_sequences(case.tokens, arguments.mean_length, trainer.spec.vocab_size, seed=seed)
+            packs = pack_sequences(sequences, max_tokens=trainer.pack_tokens)
+            nll, std = arguments.objective == "nll", arguments.advantage_std
+            objective = NegativeLogLikelihood(packs) if nll else PolicyGradientSurrogate(packs, seed=seed, std=std)
+            self._batches.append((packs, objective))
+            self._flops.append(useful_flops(trainer.spec, [len(s) for s in sequences], train=True))
+
+    def step(self, i: int) -> str:
+        return one_step(self._trainer, self._mode, *self._batches[i])
+
+    def mean_flops(self, steps: int) -> float:
+        """Of one of the last `steps` steps; lengths differ from step to step, and with them attention."""
+        return statistics.fmean(self._flops[-steps:])
+
+    def sweeps(self) -> int:
+        # the reference schedule is held against the same bound: what it moves more is its own choice
+        packs, _ = self._batches[-1]
+        return 1 if self._mode.schedule == "reference" else self._trainer.num_sweeps(packs, train=True)
+
+
+def one_step(trainer: StreamTrainer, mode: StepMode, packs: list[PackedBatch], objective: Objective) -> str:
+    """Forward, backward, update; returns when `optim_step` does (the reference schedule: when the weights are updated)."""
     start = time.perf_counter()
-    out = trainer.forward_backward(packs, NegativeLogLikelihood(packs))
+    if mode.schedule == "reference":
+        losses = [x for pack in packs for x in trainer.forward_backward([pack], objective, final=False).losses]
+    else:
+        losses = trainer.forward_backward(packs, objective, final=mode.overlap).losses
+    backward_done = time.perf_counter()
     result = trainer.optim_step()
-    norm_known = time.perf_counter()
-    trainer.synchronize()
-    end = time.perf_counter()
-    lines.append(
-        f"step {step}: {end - start:.2f} s (gradients {norm_known - start:.2f}, optimizer {end - norm_known:.2f}), "
-        f"{len(packs)} packs, loss {sum(out.losses):.4f}, grad norm {result.grad_norm:.3f}, stepped {result.stepped}"
+    if not result.stepped:
+        raise RuntimeError(f"a step was skipped (gradient norm {result.grad_norm}): its time would mean nothing")
+    if mode.schedule == "reference":
+        trainer.synchronize()
+    return (
+        f"forward_backward {backward_done - start:.3f} s, rest {time.perf_counter() - backward_done:.3f} s, {len(packs)} packs, "
+        f"loss {sum(losses):.5f}, grad norm {result.grad_norm:.4f}"
     )
-    print(lines[-1], flush=True)
-    return end - start
 
 
-def random_sequences(tokens: int, mean_length: int, vocab_size: int, *, seed: int) -> list[torch.Tensor]:
-    """Random tokens in sequences of 0.5 to 1.5 times the mean length, `tokens` in all."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = []
-    while (left := tokens - sum(lengths)) > 0:
-        length = int(mean_length * (0.5 + torch.rand((), generator=generator).item()))
-        lengths.append(left if left < length + mean_length // 2 else length)
-    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in lengths]
+def _run_case(
+    case: Case,
+    trainer: StreamTrainer,
+    mode: StepMode,
+    arguments: argparse.Namespace,
+    ceilings: Ceilings,
+    record: Record,
+) -> None:
+    steps, warmup = arguments.steps, arguments.warmup
+    work = Workload(case, trainer, mode, arguments, count=warmup + steps)
+    record.say(f"{case.name}: {case.tokens} tokens a step, {mode}")
+    memory = MemoryMeter()
+    series = run_series(work.step, trainer.synchronize, warmup=warmup, steps=steps, say=record.say)
+    flops = work.mean_flops(steps)
+    traffic = step_traffic(trainer.spec, trainer.config, case.tokens, sweeps=work.sweeps())
+    light = light_speed(flops, traffic, ceilings)
+    report_speed(record, case.name, series, tokens=case.tokens, flops=flops, light=light, ceilings=ceilings)
+    memory.report(record, case.name)
 
 
-def _cuda_memory_lines() -> list[str]:
-    gib = 2**30
-    return [
-        f"allocator peak {torch.cuda.max_memory_allocated() / gib:.2f} GiB allocated, "
-        f"{torch.cuda.max_memory_reserved() / gib:.2f} GiB reserved; "
-        f"{torch.cuda.memory_stats().get('num_alloc_retries', 0)} allocation retries"
-    ]
+def _trace(case: Case, trainer: StreamTrainer, mode: StepMode, arguments: argparse.Namespace, record: Record) -> None:
+    work = Workload(case, trainer, mode, arguments, count=2)
+    work.step(0)  # its optimizer runs beneath the forward of the step that is traced, as in the middle of a run
+    trace = profile_step(lambda: work.step(1), trainer.synchronize, arguments.trace)
+    record.say(f"trace of one step of {case.name}: {arguments.trace.name}")
+    if arguments.trace_picture:
+        intervals = [(i.start, i.end) for i in trainer.optimizer_intervals()]
+        title = f"{arguments.shape}, {case.tokens} tokens a step"
+        draw_timeline(trace, arguments.trace_picture, title=title, host_intervals=intervals)

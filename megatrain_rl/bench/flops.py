@@ -1,0 +1,116 @@
+"""FLOPs and bytes that a step cannot do without, and the time they take at the ceilings of this machine.
+
+useful FLOPs of a training step = 6 N T + attention, forward only a third of that, with
+    N   parameters in matrix products: layers and output matrix (a tied one once; looking rows up is no product)
+    T   tokens, without padding
+    attention, forward: 2 products x 2 FLOPs x sum over sequences of L^2 / 2 (causal) x heads x head size x layers.
+Recomputation counts as nothing: it is the schedule's choice.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatrain_rl.bench.ceilings import Ceilings
+from megatrain_rl.config import StreamConfig
+from megatrain_rl.model.decoder import DecoderSpec
+
+_QUERY_WEIGHT = "self_attn.q_proj.weight"  # its rows are heads x head size in every family
+
+
+def matmul_parameters(spec: DecoderSpec) -> int:
+    """Parameters that are factors of a matrix product in one forward."""
+    slots = [slot for block in spec.layers for slot in block.layout.slots.values() if len(slot.shape) == 2]
+    return sum(slot.numel for slot in slots) + spec.vocab_size * spec.hidden_size
+
+
+def attention_flops(spec: DecoderSpec, lengths: Sequence[int]) -> float:
+    """Of one causal forward over sequences of these lengths, all layers."""
+    width = sum(block.layout.slots[_QUERY_WEIGHT].shape[0] for block in spec.layers)
+    return 2 * 2 * width * sum(n * n / 2 for n in lengths)
+
+
+def useful_flops(spec: DecoderSpec, lengths: Sequence[int], *, train: bool) -> float:
+    forward = 2 * matmul_parameters(spec) * sum(lengths) + attention_flops(spec, lengths)
+    return 3 * forward if train else forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of one step: up and down the link, and those the host optimizer reads and writes."""
+
+    up: int
+    down: int
+    optimizer: int
+
+
+def step_traffic(spec: DecoderSpec, config: StreamConfig, tokens: int, *, sweeps: int) -> Traffic:
+    """Of a training step in `sweeps` sweeps: layers' weights up twice a sweep and the head's once, gradients down once a sweep and
+    up again in each after the first; layer inputs down and up."""
+    weight, grad = config.param_torch_dtype.itemsize, config.grad_torch_dtype.itemsize
+    inputs = math.ceil(spec.num_layers / config.checkpoint_interval) * tokens * spec.hidden_size * weight
+    gradients = spec.num_parameters * grad
+    weights = sweeps * weight * (2 * _layer_parameters(spec) + _head_parameters(spec))
+    return Traffic(
+        up=weights + inputs + (sweeps - 1) * gradients,
+        down=inputs + sweeps * gradients,
+        optimizer=spec.num_parameters * adamw_bytes_per_parameter(config),
+    )
+
+
+def forward_traffic(spec: DecoderSpec, config: StreamConfig, tokens: int, *, sweeps: int) -> Traffic:
+    """Of a forward: each weight up once a sweep, and the embedded tokens."""
+    weight = config.param_torch_dtype.itemsize
+    weights = sweeps * weight * (_layer_parameters(spec) + _head_parameters(spec))
+    return Traffic(up=weights + tokens * spec.hidden_size * weight, down=0, optimizer=0)
+
+
+def adamw_bytes_per_parameter(config: StreamConfig) -> int:
+    """Read and written by one update: weight, residual and both moments each way, the gradient once. 26 with bf16 weights and fp32
+    moments, 18 with bf16 moments."""
+    weight = config.param_torch_dtype.itemsize
+    residual = 2 if weight == 2 else 0
+    return (
+        2 * weight + 2 * residual + config.grad_torch_dtype.itemsize + 4 * config.optimizer_state_torch_dtype.itemsize
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightSpeed:
+    """Seconds that each part of the machine needs for a step if it did nothing else at its ceiling. They work at the same time, so
+    the longest bounds the step."""
+
+    compute: float
+    link: float
+    host_memory: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.link, self.host_memory)
+
+    @property
+    def bound_by(self) -> str:
+        return max(("compute", "link", "host_memory"), key=lambda part: vars(self)[part])
+
+    def __str__(self) -> str:
+        return (
+            f"light speed {self.seconds:.3f} s, bound by {self.bound_by} (compute {self.compute:.3f}, link {self.link:.3f}, "
+            f"host memory {self.host_memory:.3f})"
+        )
+
+
+def light_speed(flops: float, traffic: Traffic, ceilings: Ceilings) -> LightSpeed:
+    return LightSpeed(
+        compute=flops / (ceilings.matmul_tflops * 1e12),
+        link=max(traffic.up / (ceilings.h2d_gb_s * 1e9), traffic.down / (ceilings.d2h_gb_s * 1e9)),
+        host_memory=(traffic.optimizer + traffic.up + traffic.down) / (ceilings.host_copy_gb_s * 1e9),
+    )
+
+
+def _layer_parameters(spec: DecoderSpec) -> int:
+    return sum(block.layout.num_parameters for block in spec.layers)
+
+
+def _head_parameters(spec: DecoderSpec) -> int:
+    """The final norm and the output matrix, tied or not."""
+    return spec.head.layout.num_parameters + (spec.embed.layout.num_parameters if spec.tied else 0)

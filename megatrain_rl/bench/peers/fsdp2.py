@@ -1,0 +1,74 @@
+"""PyTorch FSDP2 with CPU offload: fp32 parameters, gradients and fused AdamW on the host, bf16 compute, one unit per layer."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PretrainedConfig
+
+from megatrain_rl.batch import PackedBatch
+from megatrain_rl.bench.data import PolicyGradientSurrogate
+from megatrain_rl.bench.peers.engine import BETAS, CLIP_GRAD, EPS, LR, WEIGHT_DECAY
+from megatrain_rl.bench.peers.model import MicroBatch, PeerModel
+
+
+class Fsdp2Engine:
+    def __init__(self, config: PretrainedConfig, device: torch.device, *, micro_batch_tokens: int, seed: int):
+        cuda = device.type == "cuda"
+        # gloo beside nccl: the gradient norm is reduced where the gradients are, on the host
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        self._device = device
+        self.pack_tokens = micro_batch_tokens
+        self._model = PeerModel(config, dtype=torch.float32, device=device, seed=seed).to("cpu")
+        if cuda:
+            torch.cuda.empty_cache()
+        self._shard(init_device_mesh(device.type, (1,)), CPUOffloadPolicy() if cuda else OffloadPolicy())
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        self.settings = (
+            f"torch {torch.__version__}, fully_shard per layer, reshard_after_forward, CPUOffloadPolicy (pinned), param bf16, "
+            f"reduce fp32, gradients of micro-batches summed on the host, AdamW(fused=True) there, micro-batches of {micro_batch_tokens}"
+        )
+
+    def _shard(self, mesh, offload: OffloadPolicy) -> None:
+        settings = dict(
+            mesh=mesh,
+            reshard_after_forward=True,
+            # inputs are bf16 already where they should be; a cast would round the loss's coefficients too
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            offload_policy=offload,
+        )
+        decoder = self._model.decoder
+        for i, layer in enumerate(decoder.layers):
+            # the checkpoint inside the sharded unit, so that one gather serves recomputation and backward
+            decoder.layers[i] = fully_shard(checkpoint_wrapper(layer), **settings)
+        if not self._model.tied:
+            fully_shard(decoder.embed_tokens, **settings)
+            fully_shard(self._model.lm_head, **settings)
+        fully_shard(self._model, **settings)
+
+    def step(self, packs: Sequence[PackedBatch], objective: PolicyGradientSurrogate) -> str:
+        losses = []
+        for pack in packs:
+            batch = MicroBatch.of(pack, objective.coefficients(pack), self._device, torch.bfloat16)
+            loss = self._model(batch)
+            # Gradients of each micro-batch go to the host: summed on the device they would take 4 bytes a parameter there.
+            loss.backward()
+            losses.append(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_GRAD).full_tensor()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return f"{len(packs)} packs, loss {float(torch.stack(losses).sum()):.5f}, grad norm {float(norm):.4f}"
+
+    def finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        dist.destroy_process_group()

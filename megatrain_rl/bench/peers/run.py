@@ -1,0 +1,155 @@
+"""`megatrain-rl bench peers`: the same training step by DeepSpeed ZeRO-3 offload, FSDP2 offload, the reference implementation's
+schedule and this package; same shape, sequences, objective, attention kernel, head and machine.
+
+Each engine runs in a process of its own within a time limit. One that fails is reported with its last lines, has no figures, and makes
+the command end with an error after everything else is written.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+
+from megatrain_rl.bench.arguments import (
+    Case,
+    add_cases,
+    add_common,
+    add_model,
+    add_settings,
+    read_cases,
+    read_config,
+    run_device,
+)
+from megatrain_rl.bench.ceilings import measure_ceilings
+from megatrain_rl.bench.data import random_lengths
+from megatrain_rl.bench.flops import useful_flops
+from megatrain_rl.bench.peers.worker import ENGINES, PREFIX
+from megatrain_rl.bench.record import Record
+from megatrain_rl.bench.shapes import shape_config
+from megatrain_rl.model.decoder import decoder_spec
+
+OURS = "stream"
+_RATIOS = {"zero3": "vs_zero3_offload", "fsdp2": "vs_fsdp2_offload", "reference": "vs_reference_schedule"}
+_LAST_LINES = 25
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, shape="qwen2.5-3b")
+    add_cases(parser, steps=3, warmup=1)
+    parser.add_argument("--engine", action="append", choices=ENGINES, help="only these; default all")
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192, help="of ZeRO-3 and FSDP2")
+    parser.add_argument("--reference-micro-batch-tokens", type=int, default=4096, help="of the reference schedule")
+    parser.add_argument(
+        "--time-limit", type=float, default=240.0, help="seconds an engine may take, all cases together"
+    )
+    add_settings(parser)
+    add_common(parser)
+
+
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    cases = read_cases(arguments, default=["3b-16k=16384", "3b-64k=65536"])
+    read_config(arguments.set)  # a wrong setting is this process's error, not a worker's
+    spec = decoder_spec(shape_config(arguments.shape, layers=arguments.layers))
+    for name in ("micro_batch_tokens", "reference_micro_batch_tokens", "time_limit"):
+        if vars(arguments)[name] <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {vars(arguments)[name]}: must be positive")
+    ceilings = measure_ceilings(run_device(), record, quick=arguments.quick)
+    outcomes: dict[str, Outcome] = {}
+    for engine in arguments.engine or ENGINES:
+        record.say(f"== {engine}")
+        outcomes[engine] = run_worker(worker_command(engine, cases, arguments), arguments.time_limit)
+        for line in outcomes[engine].lines():
+            record.say(line)
+    for case in cases:
+        _report(case, outcomes, record)
+        ours = outcomes[OURS].cases.get(case.name) if OURS in outcomes else None
+        if ours is not None:
+            lengths = random_lengths(case.tokens, arguments.mean_length, seed=arguments.seed)
+            flops = useful_flops(spec, lengths, train=True) / case.tokens * ours["tokens_per_s"]
+            record.result(case.name, "matmul_fraction", flops / (ceilings.matmul_tflops * 1e12), "")
+    failed = [engine for engine, outcome in outcomes.items() if outcome.error]
+    if failed:
+        raise ValueError(f"no complete figures of {', '.join(failed)}: their last lines are above and in the record")
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Of one engine: figures by case, how it was set up, and what went wrong with its last lines."""
+
+    settings: str = ""
+    cases: dict[str, dict] = field(default_factory=dict)
+    error: str = ""
+    last_lines: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        said = [self.settings] if self.settings else []
+        for name, figures in self.cases.items():
+            said += [f"{name} {line}" for line in figures["lines"]]
+        return said + ([f"FAILED: {self.error}", *self.last_lines] if self.error else [])
+
+
+def worker_command(engine: str, cases: list[Case], arguments: argparse.Namespace) -> list[str]:
+    reference = engine == "reference"
+    micro = arguments.reference_micro_batch_tokens if reference else arguments.micro_batch_tokens
+    command = [
+        sys.executable, "-m", "megatrain_rl.bench.peers.worker", "--engine", engine, "--shape", arguments.shape,
+        "--mean-length", str(arguments.mean_length), "--steps", str(arguments.steps), "--warmup", str(arguments.warmup),
+        "--seed", str(arguments.seed), "--micro-batch-tokens", str(micro),
+    ]  # fmt: skip
+    command += [] if arguments.layers is None else ["--layers", str(arguments.layers)]
+    command += [word for case in cases for word in ("--case", f"{case.name}={case.tokens}")]
+    return command + [word for item in arguments.set for word in ("--set", item)]
+
+
+def run_worker(command: list[str], time_limit: float) -> Outcome:
+    """Run one worker to its end or to the limit; it and whatever it started are gone afterwards."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+    )
+    timed_out = threading.Event()
+
+    def stop() -> None:
+        timed_out.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    alarm = threading.Timer(time_limit, stop)
+    alarm.start()
+    outcome = Outcome()
+    try:
+        for line in process.stdout:
+            _take(line.rstrip(), outcome)
+        code = process.wait()
+    finally:
+        alarm.cancel()
+    if timed_out.is_set():
+        outcome.error = f"stopped after the limit of {time_limit:g} s"
+    elif code != 0:
+        outcome.error = f"exit status {code}"
+    return outcome
+
+
+def _take(line: str, outcome: Outcome) -> None:
+    if not line.startswith(PREFIX):
+        outcome.last_lines = [*outcome.last_lines, line][-_LAST_LINES:]
+        return
+    content = json.loads(line.removeprefix(PREFIX))
+    if "settings" in content:
+        outcome.settings = content["settings"]
+    else:
+        outcome.cases[content["case"]] = content
+
+
+def _report(case: Case, outcomes: dict[str, Outcome], record: Record) -> None:
+    figures = {engine: o.cases[case.name] for engine, o in outcomes.items() if case.name in o.cases}
+    for engine, own in figures.items():
+        prefix = "" if engine == OURS else f"{engine}_"
+        record.result(case.name, f"{prefix}tokens_per_s", own["tokens_per_s"], "1/s")
+        record.result(case.name, f"{prefix}peak_gib", own["peak_gib"], "GiB")
+        record.result(case.name, f"{prefix}host_rss_gib", own["host_rss_gib"], "GiB")
+    for engine, metric in _RATIOS.items():
+        if engine in figures and OURS in figures:
+            record.result(case.name, metric, figures[OURS]["tokens_per_s"] / figures[engine]["tokens_per_s"], "")

@@ -1,0 +1,118 @@
+"""`python -m megatrain_rl.bench.peers.worker`: one engine in a fresh process, started by `run`. Prints one JSON line per case.
+
+A process of its own per engine: fresh memory, and no library sees another's allocator or process group.
+"""
+
+import argparse
+import json
+import os
+import socket
+
+import torch
+
+from megatrain_rl.batch import pack_sequences
+from megatrain_rl.bench.arguments import Case, parse_case, read_config, run_device
+from megatrain_rl.bench.data import PolicyGradientSurrogate, random_sequences
+from megatrain_rl.bench.peers.engine import PeerEngine
+from megatrain_rl.bench.series import GIB, run_series
+from megatrain_rl.bench.shapes import shape_config
+from megatrain_rl.bench.step import StepMode
+from megatrain_rl.host.machine import usable_cores
+from megatrain_rl.profiling import MemorySampler
+
+# Before a line that `run` reads; everything else an engine prints is its own.
+PREFIX = "PEER "
+ENGINES = ("zero3", "fsdp2", "reference", "stream")
+
+
+def main() -> None:
+    arguments = _parse()
+    _single_process_group()
+    device = run_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+    torch.set_num_threads(usable_cores())  # the host optimizers' threads
+    engine = make_engine(arguments, device)
+    _report({"settings": engine.settings})
+    for case in map(parse_case, arguments.case):
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # a case starts from what the engine holds, not from the peak of loading or the last case
+        _report(run_case(engine, case, arguments))
+    engine.close()
+
+
+def make_engine(arguments: argparse.Namespace, device: torch.device) -> PeerEngine:
+    config = shape_config(arguments.shape, layers=arguments.layers)
+    sizes = dict(micro_batch_tokens=arguments.micro_batch_tokens, seed=arguments.seed)
+    if arguments.engine == "zero3":
+        from megatrain_rl.bench.peers.zero3 import Zero3Engine
+
+        return Zero3Engine(config, device, **sizes)
+    if arguments.engine == "fsdp2":
+        from megatrain_rl.bench.peers.fsdp2 import Fsdp2Engine
+
+        return Fsdp2Engine(config, device, **sizes)
+    from megatrain_rl.bench.peers.stream import StreamEngine
+
+    mode = StepMode(schedule="reference", overlap=False) if arguments.engine == "reference" else StepMode()
+    return StreamEngine(config, read_config(arguments.set), mode, device, **sizes)
+
+
+def run_case(engine: PeerEngine, case: Case, arguments: argparse.Namespace) -> dict:
+    """Figures of one case: see `run` for their meaning."""
+    vocab = shape_config(arguments.shape).vocab_size
+    count = arguments.warmup + arguments.steps
+    batches = []
+    for seed in range(arguments.seed, arguments.seed + count):
+        sequences = random_sequences(case.tokens, arguments.mean_length, vocab, seed=seed)
+        packs = pack_sequences(sequences, max_tokens=engine.pack_tokens)
+        batches.append((packs, PolicyGradientSurrogate(packs, seed=seed)))
+    lines: list[str] = []
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    sampler = MemorySampler().start()
+    series = run_series(
+        lambda i: engine.step(*batches[i]),
+        engine.finish,
+        warmup=arguments.warmup,
+        steps=arguments.steps,
+        say=lines.append,
+    )
+    sampler.stop()
+    return {
+        "case": case.name,
+        "tokens_per_s": case.tokens / series.median,
+        "peak_gib": sampler.gpu_peak_bytes / GIB,
+        "host_rss_gib": sampler.rss_peak_bytes / GIB,
+        "lines": lines,
+    }
+
+
+def _report(content: dict) -> None:
+    print(PREFIX + json.dumps(content), flush=True)
+
+
+def _single_process_group() -> None:
+    """What torch.distributed reads of a world of one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+    }  # fmt: skip
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--shape", required=True)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--case", action="append", required=True)
+    for name in ("mean-length", "steps", "warmup", "seed", "micro-batch-tokens"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--set", action="append", default=[])
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Record: what a benchmark prints and, with --json, leaves behind: command, place, raw lines, results.
+
+Made by the command line, filled by the benchmark, written once at its end.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain_rl.profiling import environment
+
+# Where records live in the repository; a record's command names its file there, wherever it was written.
+RECORDS = "recipes/records"
+_PATH_OPTIONS = ("--json", "--trace", "--trace-picture")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    case: str
+    metric: str
+    value: float
+    unit: str
+
+
+class Record:
+    """raw: every line printed. results: the figures, rounded to four significant digits."""
+
+    def __init__(self, argv: Sequence[str]):
+        self._argv = list(argv)
+        self.raw: list[str] = []
+        self.results: list[Result] = []
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self.raw.append(line)
+
+    def result(self, case: str, metric: str, value: float, unit: str) -> None:
+        result = Result(case=case, metric=metric, value=rounded(value), unit=unit)
+        self.results.append(result)
+        print(f"{case} {metric} {result.value} {unit}".rstrip(), flush=True)
+
+    def write(self, path: Path) -> None:
+        content = {"command": command_line(self._argv), **environment(), "raw": self.raw}
+        content["results"] = [vars(result) for result in self.results]
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def rounded(value: float) -> float:
+    """Four significant digits; whole numbers from 1000 on."""
+    short = float(f"{value:.4g}")
+    return int(short) if abs(short) >= 1000 else short
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command as anybody can repeat it: files that are written appear under the repository's folder of records."""
+    words: list[str] = []
+    for word in argv:
+        option, equals, value = word.partition("=")
+        if words and words[-1] in _PATH_OPTIONS:
+            word = f"{RECORDS}/{Path(word).name}"
+        elif equals and option in _PATH_OPTIONS:
+            word = f"{option}={RECORDS}/{Path(value).name}"
+        words.append(word)
+    return shlex.join(["megatrain-rl", *words])
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Before minutes of measuring, not after them."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: the folder {path.absolute().parent} does not exist")

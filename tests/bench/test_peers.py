@@ -1,0 +1,162 @@
+"""The other engines do the same step, and one that fails is reported and has no figures."""
+
+import json
+import sys
+
+import oracle
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain_rl.batch import pack_sequences
+from megatrain_rl.bench.data import PolicyGradientSurrogate
+from megatrain_rl.bench.peers import run as peers
+from megatrain_rl.bench.peers.model import MicroBatch, PeerModel
+from megatrain_rl.bench.peers.run import run_worker
+from megatrain_rl.bench.peers.worker import PREFIX
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_peers_model_has_the_oracles_gradients(tied):
+    """Packed, checkpointed and with a chunked head, it is still the model transformers computes."""
+    config = tiny.config(layers=2, tied=tied)
+    peer = PeerModel(config, dtype=torch.float32, device=CPU, seed=3)
+    peer.decoder.gradient_checkpointing_enable()
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    plain.model.load_state_dict(peer.decoder.state_dict())
+    if not tied:
+        plain.lm_head.weight.data.copy_(peer.lm_head.weight.data)
+    sequences = tiny.sequences()
+    packs = pack_sequences(sequences, max_tokens=48)
+    surrogate = PolicyGradientSurrogate(packs, seed=1, std=1.0)
+    losses = []
+    for pack in packs:
+        loss = peer(MicroBatch.of(pack, surrogate.coefficients(pack), CPU, torch.float32))
+        loss.backward()
+        losses.append(loss.item())
+    stats = oracle.token_stats(plain, sequences, [1.0] * len(sequences))
+    expected = torch.zeros(())
+    for pack in packs:
+        parts = surrogate.coefficients(pack).split(pack.cu_seqlens.diff().tolist())
+        for row, coefficient in zip(pack.sequence_ids, parts, strict=True):
+            expected = expected + (coefficient[:-1] * stats.log_probs[row]).sum()
+    expected.backward()
+    assert sum(losses) == pytest.approx(expected.item(), abs=1e-5)
+    theirs = {name: p.grad for name, p in plain.model.named_parameters()}
+    for name, parameter in peer.decoder.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(peer.lm_head.weight.grad, plain.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def losses_and_norms(raw: list[str], engine: str) -> list[tuple[float, float]]:
+    start = raw.index(f"== {engine}") + 1
+    lines = [line for line in raw[start:] if "grad norm" in line or line.startswith("==")]
+    own = lines[: next((i for i, line in enumerate(lines) if line.startswith("==")), len(lines))]
+    return [
+        (float(line.split("loss ")[1].split(",")[0]), float(line.split("grad norm ")[1].split()[0])) for line in own
+    ]
+
+
+def test_peers_run_and_agree(run_bench):
+    """Weights differ (each draws its own), data and loss do not: losses and norms are close in every step. The reference schedule is
+    this package's own code and has its test in test_commands."""
+    pytest.importorskip("deepspeed")
+    words = (
+        "--shape",
+        "tiny",
+        "--layers",
+        "1",
+        "--mean-length",
+        "20",
+        "--steps",
+        "3",
+        "--warmup",
+        "0",
+        "--case",
+        "a=70",
+    )
+    sizes = ("--micro-batch-tokens", "40", "--set", "pack_tokens=40")
+    written = run_bench("peers", *words, *sizes, "--engine", "zero3", "--engine", "fsdp2", "--engine", "stream")
+    figures = written.figures("a")
+    for engine in ("zero3_", "fsdp2_", ""):
+        assert figures[f"{engine}tokens_per_s"] > 0 and figures[f"{engine}host_rss_gib"] > 0
+    assert '"pin_memory":true' in next(line for line in written.raw if line.startswith("deepspeed"))
+    ours = losses_and_norms(written.raw, "stream")
+    assert len(ours) == 3
+    for engine in ("zero3", "fsdp2"):
+        for (loss, norm), (our_loss, our_norm) in zip(losses_and_norms(written.raw, engine), ours, strict=True):
+            assert loss == pytest.approx(our_loss, abs=1.5e-3) and norm == pytest.approx(our_norm, rel=0.15)
+
+
+def worker(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_figures_of_a_worker():
+    code = f'print(\'noise\'); print(\'{PREFIX}\' + \'{{"settings": "s"}}\'); print(\'{PREFIX}\' + \'{{"case": "a", "lines": ["l"]}}\')'
+    outcome = run_worker(worker(code), 30)
+    assert outcome.error == "" and outcome.settings == "s" and list(outcome.cases) == ["a"]
+    assert outcome.lines() == ["s", "a l"]
+
+
+def test_a_crash_is_reported_with_its_last_lines_and_keeps_what_was_measured():
+    code = (
+        f"print('{PREFIX}' + '{{\"case\": \"a\", \"lines\": []}}', flush=True); print(*range(50), sep='\\n', flush=True); "
+        "raise RuntimeError('out of memory')"
+    )
+    outcome = run_worker(worker(code), 30)
+    assert outcome.error == "exit status 1" and list(outcome.cases) == ["a"]
+    assert outcome.lines()[0] == "FAILED: exit status 1"
+    assert "RuntimeError: out of memory" in outcome.lines()[-1] and "0" not in outcome.lines()
+
+
+def test_a_worker_over_its_time_is_stopped_with_its_children():
+    code = "import subprocess, sys; print('began', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    outcome = run_worker(worker(code), 2)
+    assert outcome.error == "stopped after the limit of 2 s" and outcome.last_lines == ["began"]
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Workers that only print figures, of so many tokens a second; None fails."""
+
+    def install(speeds: dict[str, float | None]) -> None:
+        def command(engine: str, *rest) -> list[str]:
+            if speeds[engine] is None:
+                return worker("raise SystemExit('broken')")
+            figures = {"case": "a", "tokens_per_s": speeds[engine], "peak_gib": 1, "host_rss_gib": 2, "lines": []}
+            return worker(f"print({PREFIX!r} + {json.dumps(figures)!r})")
+
+        monkeypatch.setattr(peers, "worker_command", command)
+
+    return install
+
+
+WORDS = ("peers", "--shape", "tiny", "--layers", "1", "--mean-length", "20", "--case", "a=40")
+
+
+def test_ratios(run_bench, pretended):
+    pretended({"zero3": 50.0, "fsdp2": 100.0, "reference": 25.0, "stream": 200.0})
+    figures = run_bench(*WORDS).figures("a")
+    assert figures.pop("matmul_fraction") > 0
+    assert figures == {
+        "zero3_tokens_per_s": 50, "zero3_peak_gib": 1, "zero3_host_rss_gib": 2, "vs_zero3_offload": 4,
+        "fsdp2_tokens_per_s": 100, "fsdp2_peak_gib": 1, "fsdp2_host_rss_gib": 2, "vs_fsdp2_offload": 2,
+        "reference_tokens_per_s": 25, "reference_peak_gib": 1, "reference_host_rss_gib": 2, "vs_reference_schedule": 8,
+        "tokens_per_s": 200, "peak_gib": 1, "host_rss_gib": 2,
+    }  # fmt: skip
+
+
+def test_a_failed_engine_ends_the_command_after_the_rest(run_bench, pretended, tmp_path):
+    pretended({"zero3": 50.0, "fsdp2": None, "reference": 25.0, "stream": 200.0})
+    with pytest.raises(SystemExit) as stopped:
+        run_bench(*WORDS)
+    assert "fsdp2" in str(stopped.value.code)
+    written = json.loads((tmp_path / "record.json").read_text())
+    metrics = {r["metric"] for r in written["results"]}
+    assert {"tokens_per_s", "vs_zero3_offload"} <= metrics and not any("fsdp2" in metric for metric in metrics)
+    failed = written["raw"].index("FAILED: exit status 1")
+    assert written["raw"][failed - 1 : failed + 2] == ["== fsdp2", "FAILED: exit status 1", "broken"]

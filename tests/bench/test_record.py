@@ -1,0 +1,44 @@
+"""Records: fields, rounding, and a command anybody can repeat."""
+
+import json
+
+import pytest
+
+from megatrain_rl.bench.record import Record, command_line, rounded
+
+
+def test_fields(tmp_path, capsys):
+    record = Record(["bench", "step", "--json", str(tmp_path / "a.json")])
+    record.say("a raw line")
+    record.result("7b", "step_s", 1.23456, "s")
+    record.result("7b", "matmul_fraction", 0.5, "")
+    record.write(tmp_path / "a.json")
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert set(written) == {"command", "commit", "hardware", "versions", "date", "raw", "results"}
+    assert written["raw"] == ["a raw line"]
+    assert written["results"] == [
+        {"case": "7b", "metric": "step_s", "value": 1.235, "unit": "s"},
+        {"case": "7b", "metric": "matmul_fraction", "value": 0.5, "unit": ""},
+    ]
+    assert {"torch", "python"} <= set(written["versions"]) and written["hardware"]["cores"] > 0
+    assert str(tmp_path) not in json.dumps(written)
+    assert capsys.readouterr().out == "a raw line\n7b step_s 1.235 s\n7b matmul_fraction 0.5\n"
+
+
+@pytest.mark.parametrize("words", [["--json", "/some/where/x.json"], ["--json=/some/where/x.json"]])
+def test_command_names_the_repositorys_folder(words):
+    assert "/some" not in command_line(words) and "recipes/records/x.json" in command_line(words)
+
+
+def test_command_keeps_everything_else():
+    words = ["bench", "step", "--set", "pack_tokens=64", "--trace", "/a/t.json", "--case", "a b=7"]
+    expected = "megatrain-rl bench step --set pack_tokens=64 --trace recipes/records/t.json --case 'a b=7'"
+    assert command_line(words) == expected
+
+
+@pytest.mark.parametrize(
+    "value, short", [(123456.7, 123500), (1234.4, 1234), (0.123456, 0.1235), (0, 0), (-2e6, -2000000)]
+)
+def test_four_digits(value, short):
+    assert rounded(value) == short
+    assert isinstance(rounded(value), int) == (abs(value) >= 1000)
