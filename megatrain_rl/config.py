@@ -96,7 +96,8 @@ class StreamConfig:
     def __post_init__(self):
         for name in ("param_dtype", "grad_dtype", "optimizer_state_dtype"):
             value = getattr(self, name)
-            object.__setattr__(self, name, _DTYPE_ALIASES.get(value, value))
+            if isinstance(value, str):
+                object.__setattr__(self, name, _DTYPE_ALIASES.get(value, value))
         budget = self.gpu_budget_gb
         _require(_is_number(budget) and budget > 0, "gpu_budget_gb", budget, "a positive number of GB")
         for name in ("checkpoint_interval", "num_grad_slabs", "ring_depth"):

@@ -17,10 +17,14 @@ from megatrain_rl.model.decoder import DecoderSpec
 CONTEXT_BYTES = 900_000_000
 # cuBLAS takes its workspaces from the allocator: one for the thread that runs forward, one for autograd's.
 _WORKSPACE_BYTES = 96 << 20
-# Indices of the packs of a sweep, and their rotary tables as far as these are kept (see LayerRunner).
+# Indices and statistics of the packs of a sweep: 36 bytes a token.
 _INDEX_BYTES = 64 << 20
-# What rounding and unlike neighbours leave unused between tensors.
+# Rotary tables of the first packs of a sweep are kept on the device, those of later ones made anew in every layer: what is kept
+# must not grow with the batch.
+ROTARY_TOKENS = 65536
+# What rounding and unlike neighbours leave unused between tensors, and what two segments are rounded to.
 _SLACK_BYTES = 128 << 20
+_SEGMENT_ROUNDING_BYTES = 32 << 20
 # Measured on an H200: 3 GB beyond the plan once everything is loaded and compiled.
 _PROCESS_HOST_BYTES = 5_000_000_000
 # Longer packs make no layer faster; this much lets batches of 2^k tokens of uneven sequences be cut into packs of about 8192.
@@ -49,7 +53,8 @@ class DeviceCosts:
     fixed: held all the time. ring: weight slots, held while layers run. forward_token, backward_token: more for each token of the pack
     that a layer runs on. layer_sum: fp32 gradient sum of a layer, held in backward. head_weight: output matrix. head_sum: its fp32
     gradient sum; later the embedding's takes the same place. head_token, head_chunk_token: more while the head runs, for each token
-    of its pack and for each token whose logits exist. hidden_token: hidden states of one pack that wait, arrive or leave, at any time.
+    of its pack and for each token whose logits exist. hidden_token: for each token of the largest pack, hidden states that wait, arrive
+    or leave; held all the time.
     """
 
     fixed: int
@@ -63,18 +68,22 @@ class DeviceCosts:
     head_chunk_token: int
     hidden_token: int
 
-    def head_room(self, pack_tokens: int, *, ring_in_head: bool) -> int:
-        """Of the head phase, without its chunk's logits."""
-        held = self.fixed + pack_tokens * self.hidden_token + (self.ring if ring_in_head else 0)
+    def head(self, pack_tokens: int, *, ring_in_head: bool) -> int:
+        """The head phase, without its chunk's logits."""
+        held = self.fixed + (self.ring if ring_in_head else 0)
         return held + self.head_weight + self.head_sum + pack_tokens * self.head_token
 
     def peak(self, pack_tokens: int, head_chunk: int, *, ring_in_head: bool) -> int:
-        """The largest phase: forward with the output matrix already under way, head, backward, embedding."""
-        layers = self.fixed + pack_tokens * self.hidden_token + self.ring
+        """The largest phase, without hidden states: forward with the output matrix already under way, head, backward, embedding."""
+        layers = self.fixed + self.ring
         forward = layers + pack_tokens * self.forward_token + (self.head_weight if ring_in_head else 0)
         backward = layers + self.layer_sum + pack_tokens * self.backward_token
-        head = self.head_room(pack_tokens, ring_in_head=ring_in_head) + head_chunk * self.head_chunk_token
+        head = self.head(pack_tokens, ring_in_head=ring_in_head) + head_chunk * self.head_chunk_token
         return max(forward, backward, head)
+
+    def with_hidden(self, pack_tokens: int, head_chunk: int, *, ring_in_head: bool) -> int:
+        """`peak` and the hidden states, when no pack is larger."""
+        return self.hidden_token * pack_tokens + self.peak(pack_tokens, head_chunk, ring_in_head=ring_in_head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +91,7 @@ class MemoryPlan:
     """pack_tokens: most tokens of a pack cut by default. max_pack_tokens: most tokens the budget can hold in one pack, so the
     longest sequence. slab_numel: elements of a gradient slab. ring_in_head: whether weight slots stay while the head runs, so that the
     last layers' weights arrive meanwhile; under a tight budget they make room for it. resident_bytes: for running hidden states kept on
-    the device. gpu_cap_bytes: what the allocator may reserve. host_bytes: planned host RAM without layer inputs; host_limit_bytes:
+    the device; hidden_bytes: for all hidden states, those included. gpu_cap_bytes: what the allocator may reserve, and does at the start. host_bytes: planned host RAM without layer inputs; host_limit_bytes:
     what there is."""
 
     costs: DeviceCosts
@@ -91,29 +100,34 @@ class MemoryPlan:
     slab_numel: int
     ring_in_head: bool
     resident_bytes: int
+    hidden_bytes: int
     gpu_cap_bytes: int
     host_bytes: int
     host_limit_bytes: int
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What is left for everything but hidden states."""
+        return self.gpu_cap_bytes - self.hidden_bytes - _SEGMENT_ROUNDING_BYTES
+
     def head_chunk(self, pack_tokens: int) -> int:
         """Tokens of a pack of this size whose logits may exist at once."""
-        costs = self.costs
-        room = self.gpu_cap_bytes - self.resident_bytes - costs.head_room(pack_tokens, ring_in_head=self.ring_in_head)
-        return max(MIN_HEAD_CHUNK, min(MAX_HEAD_CHUNK, room // costs.head_chunk_token))
-
-    def hidden_bytes(self, pack_tokens: int) -> int:
-        """Of that, for hidden states between layers."""
-        return self.resident_bytes + pack_tokens * self.costs.hidden_token
+        room = self.reserved_bytes - self.costs.head(pack_tokens, ring_in_head=self.ring_in_head)
+        return max(MIN_HEAD_CHUNK, min(MAX_HEAD_CHUNK, room // self.costs.head_chunk_token))
 
     def peak(self, pack_tokens: int) -> int:
         """Device memory of a sweep whose largest pack is this."""
         chunk = self.head_chunk(pack_tokens)
-        return self.resident_bytes + self.costs.peak(pack_tokens, chunk, ring_in_head=self.ring_in_head)
+        return self.hidden_bytes + self.costs.peak(pack_tokens, chunk, ring_in_head=self.ring_in_head)
 
 
 def compiles(config: StreamConfig, spec: DecoderSpec) -> bool:
-    """Whether layers and head are compiled, where there is CUDA."""
-    return spec.hidden_size >= _COMPILE_HIDDEN_SIZE if config.compile is None else config.compile
+    """Whether layers and head are compiled, where there is CUDA. Not by itself with the exact attention path, which depends on the
+    bounds of each sequence."""
+    if config.compile is not None:
+        return config.compile
+    exact = config.attention == "sdpa" or config.param_dtype != "bfloat16"
+    return spec.hidden_size >= _COMPILE_HIDDEN_SIZE and not exact
 
 
 def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None, *, reference: bool) -> MemoryPlan:
@@ -122,16 +136,16 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
     cap = int(config.gpu_budget_gb * 1e9) - CONTEXT_BYTES
     slab_numel = -(-min(_MAX_SLABS_NUMEL, spec.max_layer_numel) // config.num_grad_slabs)
     costs = _device_costs(spec, config, slab_numel, train)
-    least = costs.peak(MIN_PACK_TOKENS, MIN_HEAD_CHUNK, ring_in_head=False)
+    least = costs.with_hidden(MIN_PACK_TOKENS, MIN_HEAD_CHUNK, ring_in_head=False) + _SEGMENT_ROUNDING_BYTES
     if least > cap:
         raise ValueError(
             f"gpu_budget_gb={config.gpu_budget_gb:g} is too small for this model: it needs at least "
             f"{math.ceil((least + CONTEXT_BYTES) / 1e8) / 10:g}; raise gpu_budget_gb or lower ring_depth and num_grad_slabs"
         )
     resident = min(_RESIDENT_BYTES, (cap - least) // 8)
-    room = cap - resident
+    room = cap - resident - _SEGMENT_ROUNDING_BYTES
     wanted = config.pack_tokens or MAX_PACK_TOKENS
-    ring_in_head = costs.peak(wanted, _GOOD_HEAD_CHUNK, ring_in_head=True) <= room
+    ring_in_head = costs.with_hidden(wanted, _GOOD_HEAD_CHUNK, ring_in_head=True) <= room
     max_tokens = _max_pack_tokens(costs, room, ring_in_head=ring_in_head)
     if config.pack_tokens is not None and config.pack_tokens > max_tokens:
         raise ValueError(
@@ -156,6 +170,7 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
         slab_numel=slab_numel,
         ring_in_head=ring_in_head,
         resident_bytes=resident,
+        hidden_bytes=resident + max_tokens * costs.hidden_token,
         gpu_cap_bytes=cap,
         host_bytes=host_bytes,
         host_limit_bytes=host_limit,
@@ -164,11 +179,10 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
 
 def _max_pack_tokens(costs: DeviceCosts, room: int, *, ring_in_head: bool) -> int:
     """Most tokens whose every phase fits; a longer pack is padded, so a multiple of what packs are padded to."""
-    empty = costs.peak(0, 0, ring_in_head=ring_in_head)
-    low, high = 0, (room - empty) // costs.hidden_token
+    low, high = 0, room // costs.hidden_token
     while low < high:
         middle = (low + high + 1) // 2
-        if costs.peak(middle, MIN_HEAD_CHUNK, ring_in_head=ring_in_head) <= room:
+        if costs.with_hidden(middle, MIN_HEAD_CHUNK, ring_in_head=ring_in_head) <= room:
             low = middle
         else:
             high = middle - 1
@@ -187,18 +201,18 @@ def check_packs(plan: MemoryPlan, config: StreamConfig, packs: Sequence[PackedBa
 
 
 def cut_sweeps(
-    plan: MemoryPlan, packs: Sequence[PackedBatch], *, num_slots: int, bytes_per_token: int
+    plan: MemoryPlan, packs: Sequence[PackedBatch], tokens: Sequence[int], *, bytes_per_token: int
 ) -> list[list[PackedBatch]]:
     """Consecutive groups of packs whose layer inputs fit host RAM beside the training state: one sweep each.
 
-    num_slots: places of one hidden state per token; bytes_per_token: of one hidden state.
+    tokens: of each pack, with padding. bytes_per_token: of all its layer inputs.
     """
     room = plan.host_limit_bytes - plan.host_bytes
-    sizes = [num_slots * bytes_per_token * pack.num_tokens for pack in packs]
-    for pack, size in zip(packs, sizes, strict=True):
+    sizes = [bytes_per_token * n for n in tokens]
+    for n, size in zip(tokens, sizes, strict=True):
         if size > room:
             raise ValueError(
-                f"layer inputs of a pack of {pack.num_tokens} tokens need {size / 1e9:.1f} GB of host RAM beside "
+                f"layer inputs of a pack of {n} tokens need {size / 1e9:.1f} GB of host RAM beside "
                 f"{plan.host_bytes / 1e9:.1f} GB of training state; {plan.host_limit_bytes / 1e9:.1f} GB are available: "
                 "lower pack_tokens, raise checkpoint_interval, or set host_budget_gb if more is there"
             )
@@ -226,12 +240,13 @@ def _device_costs(spec: DecoderSpec, config: StreamConfig, slab_numel: int, trai
     return DeviceCosts(
         fixed=_WORKSPACE_BYTES
         + _INDEX_BYTES
+        + ROTARY_TOKENS * 2 * spec.head_dim * weight
         + _SLACK_BYTES
         + (config.num_grad_slabs * slab_numel * config.grad_torch_dtype.itemsize if train else 0),
         ring=config.ring_depth * spec.max_layer_numel * weight,
         forward_token=weight * (widths + 2 * hidden),
         # saved, as gradients in flight, and as factors of the weights' gradients
-        backward_token=weight * ((3 if compiled else 4) * widths // 2 + 2 * hidden) if train else 0,
+        backward_token=weight * ((3 if compiled else 5) * widths // 2 + 2 * hidden) if train else 0,
         layer_sum=4 * spec.max_layer_numel if train else 0,
         head_weight=weight * head_matrix,
         head_sum=4 * head_matrix if train else 0,

@@ -257,7 +257,8 @@ class StreamTrainer:
         norms = self._executor.grad_norms
         grad_norm = float("nan") if self._nonfinite_loss else math.hypot(*(norms[b.name] for b in self.spec.blocks))
         stepped = math.isfinite(grad_norm)
-        lr = self.schedule.lr
+        open_lr = self._optimizer.open_lr
+        lr = self.schedule.lr if open_lr is None else open_lr  # what an update that has begun uses
         if stepped:
             self._apply(lr, grad_norm)
         else:
@@ -270,18 +271,17 @@ class StreamTrainer:
         # the factor of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
         self._gate.saw(grad_norm)
-        if self._optimizer.is_open:
+        if self._optimizer.open_lr is not None:
             self._optimizer.confirm(grad_scale=scale)
         else:
             self._optimizer.start_step(lr=lr, grad_scale=scale)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, host tensor) in forward order, a tied output matrix once. Views of live memory: valid until the next
-        `optim_step`. Each block is waited for as it is reached."""
+        update begins, in `optim_step` or in `forward_backward(final=True)`. Each block is waited for as it is reached."""
+        self._require_open()
         self._require_settled()
-        for block in self.spec.blocks:
-            for name in block.layout.slots:
-                yield block.names[name], self._store.view(block, name)
+        return ((b.names[name], self._store.view(b, name)) for b in self.spec.blocks for name in b.layout.slots)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, host tensor) of the gradients summed so far; a ValueError when there are none."""
@@ -330,6 +330,7 @@ class StreamTrainer:
 
     def synchronize(self) -> None:
         """Until gradients have landed and the optimizer is done."""
+        self._require_settled()
         self._executor.drain()
         self._wait_for_optimizer()
 
@@ -386,10 +387,10 @@ class StreamTrainer:
         self._step_promised = False
 
     def _may_speculate(self) -> bool:
-        return self.config.overlap_optimizer and self._optimizer.speculates and self._gate.open
+        return self.config.overlap_optimizer and self._optimizer.can_guess and self._gate.open
 
     def _open_update(self) -> None:
-        self._optimizer.speculate(lr=self.schedule.lr)
+        self._optimizer.guess(lr=self.schedule.lr, limit=self._gate.limit)
 
     def _sweeps(self, packs: Sequence[PackedBatch], *, train: bool) -> list[list[PackedBatch]]:
         if not packs:
@@ -397,7 +398,8 @@ class StreamTrainer:
         check_packs(self.plan, self.config, packs)
         schedule = LayerSchedule(self.spec.num_layers, self.config.checkpoint_interval, train=train)
         hidden_bytes = self.spec.hidden_size * self.config.param_torch_dtype.itemsize
-        return cut_sweeps(self.plan, packs, num_slots=schedule.num_slots, bytes_per_token=hidden_bytes)
+        tokens = [self._executor.padded_tokens(pack) for pack in packs]
+        return cut_sweeps(self.plan, packs, tokens, bytes_per_token=schedule.num_slots * hidden_bytes)
 
     def _require_training(self) -> None:
         self._require_open()

@@ -11,7 +11,7 @@ from megatrain_rl.bench.shapes import shape_config
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.model.decoder import decoder_spec
 from megatrain_rl.objectives import NegativeLogLikelihood
-from megatrain_rl.planner import check_packs, make_plan
+from megatrain_rl.planner import check_packs, compiles, make_plan
 from megatrain_rl.streaming.schedule import LayerSchedule
 
 
@@ -127,6 +127,45 @@ def test_every_admitted_pack_stays_under_the_cap(qwen_7b, budget, pack_tokens):
     made = plan(qwen_7b, gpu_budget_gb=budget, pack_tokens=pack_tokens)
     for tokens in (1, 512, made.pack_tokens, made.max_pack_tokens):
         assert made.peak(tokens) <= made.gpu_cap_bytes
+
+
+def test_hidden_states_have_room_for_the_longest_pack(qwen_7b):
+    """Their arena is made once: a short pack beside the longest must not count on memory that the arena has."""
+    made = plan(qwen_7b)
+    assert made.hidden_bytes >= 7 * made.max_pack_tokens * 3584 * 2 + made.resident_bytes
+    for tokens in (128, made.max_pack_tokens):
+        assert made.peak(tokens) - made.hidden_bytes <= made.reserved_bytes
+    assert made.hidden_bytes + made.reserved_bytes < made.gpu_cap_bytes
+
+
+def test_sweeps_are_cut_by_padded_packs(tmp_path):
+    """Compiled layers see padded packs, and so does host memory."""
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    trainer._executor._pack_multiple = 64
+    data = tiny.sequences((20, 20, 20, 20))
+    packs = pack_sequences(data, max_tokens=20)
+    bytes_per_token = LayerSchedule(5, 1, train=True).num_slots * 64 * 4
+    room = 4 * 20 * bytes_per_token  # enough for all without padding
+    trainer.plan = dataclasses.replace(trainer.plan, host_limit_bytes=trainer.plan.host_bytes + room)
+    assert trainer.num_sweeps(packs, train=True) == 4
+    trainer.close()
+
+
+def test_exact_attention_is_not_compiled_by_itself(qwen_7b):
+    assert compiles(StreamConfig(), qwen_7b)
+    assert not compiles(StreamConfig(attention="sdpa"), qwen_7b)
+    assert not compiles(StreamConfig(param_dtype="float32"), qwen_7b)
+    assert not compiles(StreamConfig(), decoder_spec(tiny.config()))
+    assert compiles(StreamConfig(compile=True), decoder_spec(tiny.config()))
+
+
+def test_bf16_moments_are_the_advice_when_memory_is_short(qwen_7b):
+    with pytest.raises(ValueError, match="optimizer_state_dtype=bfloat16"):
+        make_plan(qwen_7b, StreamConfig(host_budget_gb=90), AdamWConfig(), reference=False)
+    small = make_plan(
+        qwen_7b, StreamConfig(host_budget_gb=90, optimizer_state_dtype="bf16"), AdamWConfig(), reference=False
+    )
+    assert small.host_bytes == pytest.approx(10 * 7.62e9, rel=0.01)
 
 
 def test_machine_limits_come_from_the_cgroup(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """The streamed step against the oracle: loss, every gradient, weights after several steps; fp32 near-exact, bf16 no worse than
 eager bf16 judged against fp32."""
 
+import contextlib
+import dataclasses
 import threading
 import weakref
 
@@ -502,3 +504,55 @@ def test_refused_load_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="config.json implies"):
         tiny.trainer(directory)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("ring_in_head", [True, False])
+def test_weights_and_head_gradient_are_not_held_together(tmp_path, monkeypatch, ring_in_head):
+    """Where the budget is tight the weight slots come back only when the output matrix' fp32 sum is gone."""
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    executor = trainer._executor
+    executor._plan = dataclasses.replace(trainer.plan, ring_in_head=ring_in_head)
+    new_sum, begin = executor._new_sum, executor._ring.begin
+    sums, seen = [], []
+
+    def watched_sum(block):
+        made = new_sum(block)
+        sums.append(weakref.ref(made))
+        return made
+
+    def look(*args):
+        seen.append((len(sums), sum(ref() is not None for ref in sums)))
+        begin(*args)
+
+    monkeypatch.setattr(executor, "_new_sum", watched_sum)
+    monkeypatch.setattr(executor._ring, "begin", look)
+    packs = tiny.packs(tiny.sequences())
+    trainer.forward_backward(packs, tiny.WeightedLoss(tiny.token_weights(tiny.sequences())))
+    # forward, then backward: before the head's sum exists, or when it has gone
+    assert seen == [(0, 0), (0, 0)] if ring_in_head else seen == [(0, 0), (1, 0)]
+    trainer.close()
+
+
+class NotANumber(tiny.WeightedLoss):
+    def __call__(self, stats, pack):
+        return ObjectiveOutput(loss=super().__call__(stats, pack).loss * float("nan"))
+
+
+class Broken(tiny.WeightedLoss):
+    def __call__(self, stats, pack):
+        raise OSError("no reward")
+
+
+@pytest.mark.parametrize("kind", [NotANumber, Broken])
+def test_nothing_is_held_after_a_sweep_that_ended_early(tmp_path, kind):
+    """A weight transfer may need the device memory next."""
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    packs, weights = tiny.packs(tiny.sequences()), tiny.token_weights(tiny.sequences())
+    with pytest.raises(OSError) if kind is Broken else contextlib.nullcontext():
+        trainer.forward_backward(packs, kind(weights))
+    ring = trainer._executor._ring
+    assert not ring._loaded and not ring._empty and not ring._order
+    trainer.zero_grad()
+    trainer.forward_backward(packs, tiny.WeightedLoss(weights))
+    assert trainer.optim_step().stepped
+    trainer.close()

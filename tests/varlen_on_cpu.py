@@ -23,7 +23,8 @@ def _scale(*arguments) -> float:
 
 
 @torch.library.register_kernel("torch_attn::_varlen_attn", "cpu")
-def _forward(query, key, value, cu_seq_q, *rest, **options):
+def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, *rest, **options):
+    assert max_q >= cu_seq_q.diff().max(), "the kernel would not look further"
     out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
     for rows, group, scores in _sequences(query, key, cu_seq_q, _scale(*rest, *options.values())):
         out[rows] = torch.einsum("nts,snd->tnd", scores.softmax(-1), value[rows].repeat_interleave(group, 1))
@@ -32,7 +33,8 @@ def _forward(query, key, value, cu_seq_q, *rest, **options):
 
 
 @torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu")
-def _backward(grad_out, query, key, value, out, lse, cu_seq_q, *rest, **options):
+def _backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, *rest, **options):
+    assert max_q >= cu_seq_q.diff().max()
     scale = _scale(*rest, *options.values())
     grads = [torch.empty_like(x) for x in (query, key, value)]
     for rows, group, scores in _sequences(query, key, cu_seq_q, scale):

@@ -60,6 +60,12 @@ class DecoderSpec:
         return self.embed.layout.slots[EMBED_WEIGHT].shape[1]
 
     @property
+    def head_dim(self) -> int:
+        """Size of an attention head."""
+        named = self.config.to_dict().get("head_dim")
+        return named or self.hidden_size // self.config.num_attention_heads
+
+    @property
     def vocab_size(self) -> int:
         return self.embed.layout.slots[EMBED_WEIGHT].shape[0]
 

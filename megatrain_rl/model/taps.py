@@ -59,6 +59,7 @@ class _TappedLinear(torch.autograd.Function):
     def backward(ctx, grad_out):
         input, weight = ctx.saved_tensors
         grad_TO = grad_out.flatten(0, -2)
-        ctx.taps.append(Tap(weight=ctx.name, grad_TO=grad_TO, input_TI=input.flatten(0, -2)))
+        # detached: the input carries the graph, the graph this node, and this node the list
+        ctx.taps.append(Tap(weight=ctx.name, grad_TO=grad_TO.detach(), input_TI=input.detach().flatten(0, -2)))
         grad_bias = grad_TO.sum(0) if ctx.has_bias else None
         return grad_out @ weight, None, grad_bias, None, None

@@ -3,12 +3,17 @@
 Update (Loshchilov & Hutter 2019, algorithm 2, as in `torch.optim.AdamW`), with g the scaled gradient:
     m <- b1 m + (1-b1) g;  v <- b2 v + (1-b2) g^2
     w <- w (1 - lr wd) - (lr / (1-b1^t)) m / (sqrt(v) / sqrt(1-b2^t) + eps)
-The inverse solves these for the old w, m, v given the new ones and g. Native and reference do the same operations in the same order
-in fp32, each rounded once, so they agree to the bit. Moments in bf16 are rounded stochastically (an update smaller than half a unit in
-the last place still counts in the mean); the random bits depend on `key` and the element's index alone.
+Native and reference do the same operations in the same order in fp32, each rounded once, so they agree to the bit. Moments in bf16
+are rounded stochastically (an update smaller than half a unit in the last place still counts in the mean) and used as they are
+stored; the random bits depend on `key` and the element's index alone.
+
+A step that may have to be taken back is taken in two parts. GUARDED leaves out the elements whose g^2 is more than `guard` times v, for
+which the inverse would lose m and v in rounding; FINISH steps those. UNDO solves the update for the old w, m, v of what GUARDED stepped.
+GUARDED then FINISH is STEP to the bit.
 """
 
 import ctypes
+import enum
 import math
 from dataclasses import astuple, dataclass
 
@@ -16,6 +21,20 @@ import torch
 from torch import Tensor
 
 from megatrain_rl.ops.build import load_library
+
+
+class Mode(enum.IntEnum):
+    """What a pass over a range does; values of the native enum."""
+
+    STEP = 0
+    GUARDED = 1
+    FINISH = 2
+    UNDO = 3
+
+
+# guard times (1 - beta2), by the moments' dtype. v then loses at most a few hundred (fp32) or 3 (bf16) units in the last place to an
+# undone step; above 1, so that a stepped element is never taken for a left one.
+_GUARDS = {torch.float32: 100.0, torch.bfloat16: 2.0}
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,7 @@ class AdamWScalars:
     inv_beta1: float
     inv_beta2: float
     inv_decay: float
+    guard: float
 
     @classmethod
     def of(
@@ -45,8 +65,9 @@ class AdamWScalars:
         weight_decay: float,
         step: int,
         grad_scale: float,
+        moments: torch.dtype = torch.float32,
     ) -> "AdamWScalars":
-        """step: 1 for the first update. grad_scale: factor on the gradients (clipping)."""
+        """step: 1 for the first update. grad_scale: factor on the gradients (clipping). moments: their dtype."""
         b1, b2 = betas
         decay = 1 - lr * weight_decay
         return cls(
@@ -59,10 +80,11 @@ class AdamWScalars:
             1 / math.sqrt(1 - b2**step),
             eps,
             grad_scale,
-            # a factor of 0 has no inverse, and what it wiped out is never read again
+            # a beta of 0 has no inverse, and the moment it wiped out is never read again
             1 / b1 if b1 else 0.0,
             1 / b2 if b2 else 0.0,
             1 / decay if decay else 0.0,
+            _GUARDS[moments] / (1 - b2),
         )
 
 
@@ -76,27 +98,29 @@ def adamw_native(
     threads: int,
     *,
     key: int = 0,
-    undo: bool = False,
-) -> None:
+    mode: Mode = Mode.STEP,
+) -> int:
     """In place on flat CPU tensors (N,): weight bf16 with an int16 residual, or fp32 with None; grad, and m with v, bf16 or fp32.
 
-    key: 32 bits that choose the random bits of bf16 moments. undo: take back the step with the same scalars.
+    key: 32 bits that choose the random bits of bf16 moments. Returns how many elements are beyond the guard.
     """
     _check(weight, residual, grad, m, v)
     pointer = ctypes.c_void_p
-    load_library("adamw").megatrain_adamw(
+    function = load_library("adamw").megatrain_adamw
+    function.restype = ctypes.c_int64
+    return function(
         pointer(weight.data_ptr()),
         pointer(None if residual is None else residual.data_ptr()),
         pointer(grad.data_ptr()),
         pointer(m.data_ptr()),
         pointer(v.data_ptr()),
         ctypes.c_int64(weight.numel()),
-        (ctypes.c_float * 12)(*astuple(scalars)),
+        (ctypes.c_float * 13)(*astuple(scalars)),
         ctypes.c_uint32(key),
         ctypes.c_int(residual is not None),
         ctypes.c_int(grad.dtype == torch.bfloat16),
         ctypes.c_int(m.dtype == torch.bfloat16),
-        ctypes.c_int(undo),
+        ctypes.c_int(mode),
         ctypes.c_int(threads),
     )
 
@@ -110,41 +134,52 @@ def adamw_reference(
     scalars: AdamWScalars,
     *,
     key: int = 0,
-    undo: bool = False,
-) -> None:
+    mode: Mode = Mode.STEP,
+) -> int:
     """The same in plain torch."""
     _check(weight, residual, grad, m, v)
     s = AdamWScalars(*torch.tensor(astuple(scalars), dtype=torch.float32).tolist())
     g = grad.float() * s.grad_scale
-    master = weight if residual is None else join_master(weight, residual)
-    m1, v1 = m.float(), v.float()
-    if not undo:
-        m1 = m1 * s.beta1 + g * s.one_minus_beta1
-        v1 = v1 * s.beta2 + (g * g) * s.one_minus_beta2
-    # through fp64: torch's fp32 square root may come from a vector math library that is one bit off
-    denominator = v1.double().sqrt().float() * s.inv_sqrt_bias2 + s.eps
-    if undo:
-        updated = (master + (m1 * s.step_size) / denominator) * s.inv_decay
-        m1 = (m1 - g * s.one_minus_beta1) * s.inv_beta1
-        v1 = ((v1 - (g * g) * s.one_minus_beta2) * s.inv_beta2).clamp(min=0)
+    w0 = (weight if residual is None else join_master(weight, residual)).clone()
+    m0, v0 = m.float(), v.float()
+    guarded = g * g > v0 * s.guard
+    if mode is Mode.UNDO:
+        w1 = (w0 + (m0 * s.step_size) / _denominator(v0, s)) * s.inv_decay
+        m1 = (m0 - g * s.one_minus_beta1) * s.inv_beta1
+        v1 = ((v0 - (g * g) * s.one_minus_beta2) * s.inv_beta2).clamp(min=0)
+        m1, v1 = _rounded_moments(m1, v1, m.dtype, key)
     else:
-        updated = master * s.decay - (m1 * s.step_size) / denominator
-    _store_moments(m, v, m1, v1, key)
+        m1 = m0 * s.beta1 + g * s.one_minus_beta1
+        v1 = v0 * s.beta2 + (g * g) * s.one_minus_beta2
+        m1, v1 = _rounded_moments(m1, v1, m.dtype, key)
+        w1 = w0 * s.decay - (m1 * s.step_size) / _denominator(v1, s)
+    if mode is not Mode.STEP:
+        keep = ~guarded if mode is Mode.FINISH else guarded
+        w1, m1, v1 = (torch.where(keep, old, new) for old, new in ((w0, w1), (m0, m1), (v0, v1)))
+    m.copy_(m1)  # exact: rounded already
+    v.copy_(v1)
     if residual is None:
-        weight.copy_(updated)
+        weight.copy_(w1)
     else:
-        split_master(updated, weight, residual)
+        split_master(w1, weight, residual)
+    return int(guarded.sum())
 
 
-def _store_moments(m: Tensor, v: Tensor, m1: Tensor, v1: Tensor, key: int) -> None:
-    if m.dtype == torch.float32:
-        m.copy_(m1)
-        v.copy_(v1)
-        return
+def _denominator(v: Tensor, s: AdamWScalars) -> Tensor:
+    # through fp64: torch's fp32 square root may come from a vector math library that is one bit off
+    return v.double().sqrt().float() * s.inv_sqrt_bias2 + s.eps
+
+
+def _rounded_moments(m: Tensor, v: Tensor, dtype: torch.dtype, key: int) -> tuple[Tensor, Tensor]:
+    """fp32 values that `dtype` holds; for bf16 stochastically rounded."""
+    if dtype == torch.float32:
+        return m, v
     random = _random_bits((torch.arange(m.numel()) & 0xFFFFFFFF) ^ key)
-    for place, value, bits in ((m, m1, random & 0xFFFF), (v, v1, random >> 16)):
-        whole = (value.view(torch.int32).long() & 0xFFFFFFFF) + bits
-        place.copy_((whole >> 16).to(torch.int16).view(torch.bfloat16))
+    whole = [
+        (value.view(torch.int32).long() & 0xFFFFFFFF) + bits
+        for value, bits in ((m, random & 0xFFFF), (v, random >> 16))
+    ]
+    return tuple((bits >> 16).to(torch.int16).view(torch.bfloat16).float() for bits in whole)
 
 
 def _random_bits(x: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 State per parameter: int16 residual (bf16 weights only), exp_avg and exp_avg_sq (fp32, or bf16 by choice); flat per block, laid out
 like the weights. Whoever reads a block's weights waits for that block in `HostStore.read`.
 
-An update is either deferred, started by `start_step` when the clip factor is known, or speculative: `speculate` opens it before
-backward, `offer` hands over each block as its gradient lands and the block is stepped with factor 1, and `confirm` or `revoke` ends it
-when the norm is known. Confirming with a smaller factor takes the steps made so far back and repeats them with that factor; the result
-equals the deferred one to fp32 rounding, and to the bit when the factor is 1.
+An update is either deferred, started by `start_step` when the clip factor is known, or a guess: `guess` opens it before backward, `offer`
+hands over each block as its gradient lands and the block is stepped with factor 1, and `confirm` or `revoke` ends it when the norm is
+known. A right guess gives the deferred result to the bit. After a wrong one what was stepped is taken back and stepped again with
+the right factor, equal to fp32 rounding. Which blocks go which way depends on norms alone, never on how far the thread has come.
 """
 
 import heapq
@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from megatrain_rl.host.gradients import HostGradients
 from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.host.store import HostStore
 from megatrain_rl.model.decoder import Block, DecoderSpec
-from megatrain_rl.ops.adamw import AdamWScalars, adamw_native
+from megatrain_rl.ops.adamw import AdamWScalars, Mode, adamw_native
 from megatrain_rl.ops.build import load_library
 from megatrain_rl.optim.library import LibraryAdamW, deepspeed_adamw, torch_adamw
 
@@ -64,18 +64,33 @@ class Interval:
     end: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """One pass over a block: take `undo` back if it is given, then apply `step` if it is given."""
+@dataclass(frozen=True)
+class _Pass:
+    """One pass over a block. lr, step: of the update, as a library wants them."""
 
-    undo: AdamWScalars | None
-    step: AdamWScalars | None
+    mode: Mode
+    scalars: AdamWScalars
+    lr: float
+    step: int
+
+
+@dataclass
+class _Guess:
+    """An open update. limit: of the gradient norm, beyond which the guess is lost. guessed: blocks stepped, or queued to be, with factor
+    1; held: blocks that wait for the factor."""
+
+    lr: float
+    limit: float
+    square_sum: float = 0.0
+    lost: bool = False
+    guessed: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
 
 
 class HostAdamW:
     """Steps `store` with `gradients`. `step_count` is the number of updates applied or started.
 
-    speculates: whether this optimizer can take a step back; a library's cannot.
+    can_guess: whether this optimizer can take a step back; a library's cannot.
     """
 
     def __init__(
@@ -99,18 +114,18 @@ class HostAdamW:
         self.state = {
             b.name: BlockState(b, split=store.dtype == torch.bfloat16, dtype=state_dtype) for b in spec.blocks
         }
-        self.speculates = library is None
+        self.can_guess = library is None
+        self._state_dtype = state_dtype
         self.step_count = 0
         self.intervals: deque[Interval] = deque(maxlen=4096)
-        self._lr = 0.0
         # Everything below is shared with the worker and guarded by `_changed`.
         self._changed = threading.Condition()
         self._waiting: list[int] = []  # heap of blocks with a job; the one that the next forward needs first is next
-        self._jobs: dict[int, _Job] = {}
-        self._busy = False
+        self._jobs: dict[int, tuple[_Pass, ...]] = {}
+        self._busy: int | None = None
         self._closing = False
-        self._speculative: AdamWScalars | None = None
-        self._stepped: list[int] = []  # blocks stepped, or being stepped, with the speculative factor
+        self._guess: _Guess | None = None
+        self._left: dict[int, int] = {}  # by block of the last guess that was stepped: elements left for Mode.FINISH
         self._worker = threading.Thread(target=self._run, name="host-adamw", daemon=True)
         self._worker.start()
 
@@ -118,67 +133,75 @@ class HostAdamW:
 
     def start_step(self, *, lr: float, grad_scale: float) -> None:
         """Begin one update of every block. Gradients must have landed; they count as used once their block is stepped."""
-        self._begin(lr)
-        scalars = self._scalars(grad_scale)
+        self._begin()
+        step = self._pass(Mode.STEP, lr, grad_scale)
         with self._changed:
             for i in range(len(self._blocks)):
-                self._put(i, _Job(undo=None, step=scalars))
+                self._put(i, step)
 
     # ---- an update that starts beneath backward ----
 
     @property
-    def is_open(self) -> bool:
-        """An update was opened and waits for `confirm` or `revoke`."""
-        return self._speculative is not None
+    def open_lr(self) -> float | None:
+        """Learning rate of the update that waits for `confirm` or `revoke`, or None when there is none."""
+        return None if self._guess is None else self._guess.lr
 
-    def speculate(self, *, lr: float) -> None:
-        """Open an update with clip factor 1; blocks follow by `offer`, then `confirm` or `revoke`."""
-        assert self.speculates and self._speculative is None
-        self._begin(lr)
-        self._speculative = self._scalars(1.0)
+    def guess(self, *, lr: float, limit: float) -> None:
+        """Open an update with clip factor 1, right if the gradient norm stays within `limit`; blocks follow by `offer`."""
+        assert self.can_guess and self._guess is None
+        self._begin()
+        with self._changed:
+            self._left.clear()
+            self._guess = _Guess(lr=lr, limit=limit)
 
     def offer(self, block: Block, norm: float) -> None:
         """The gradient of `block` is complete in host memory and has this norm. Called on the thread that waits for landings.
 
-        A norm that is not finite ends the speculation: what is not under way waits for `revoke`.
+        Once the norms so far are over the limit, or not finite, the guess is lost and further blocks wait for the factor. So does the
+        last one: the factor is about to be known.
         """
         with self._changed:
-            if self._speculative is None:
+            guess = self._guess
+            if guess is None:
                 return
-            if math.isfinite(norm):
-                self._put(self._index[block.name], _Job(undo=None, step=self._speculative))
+            guess.square_sum += norm * norm
+            guess.lost |= not math.sqrt(guess.square_sum) <= guess.limit if math.isfinite(guess.square_sum) else True
+            i = self._index[block.name]
+            last = len(guess.guessed) + len(guess.held) == len(self._blocks) - 1
+            if guess.lost or last:
+                guess.held.append(i)
             else:
-                self._waiting.clear()
-                self._jobs.clear()
+                guess.guessed.append(i)
+                self._put(i, self._pass(Mode.GUARDED, guess.lr, 1.0))
 
     def confirm(self, *, grad_scale: float) -> None:
         """Every block has been offered and this is the clip factor. Returns at once."""
         with self._changed:
-            speculative, self._speculative = self._speculative, None
-            assert speculative is not None and len(self._stepped) + len(self._jobs) == len(self._blocks)
-            if grad_scale != 1.0:
-                scalars = self._scalars(grad_scale)
-                for i in list(self._jobs):
-                    self._jobs[i] = _Job(undo=None, step=scalars)
-                for i in self._stepped:
-                    self._put(i, _Job(undo=speculative, step=scalars))
-            self._stepped.clear()
+            guess, self._guess = self._guess, None
+            assert guess is not None and len(guess.guessed) + len(guess.held) == len(self._blocks)
+            step = self._pass(Mode.STEP, guess.lr, grad_scale)
+            if grad_scale == 1.0:
+                self._follow(guess, self._pass(Mode.FINISH, guess.lr, 1.0))
+            else:
+                self._follow(guess, self._pass(Mode.UNDO, guess.lr, 1.0), step)
+            for i in guess.held:
+                self._put(i, step)
 
     def revoke(self) -> None:
-        """Take the update back: weights and moments as before `speculate`, to fp32 rounding. Returns at once."""
+        """Take the update back: weights and moments as before `guess`, to fp32 rounding. Returns at once."""
         with self._changed:
-            speculative, self._speculative = self._speculative, None
-            if speculative is None:
-                return
-            stepped = set(self._stepped)
-            for i in set(range(len(self._blocks))) - stepped:
-                self._store.end_write(self._blocks[i])
-            self._waiting.clear()
-            self._jobs.clear()
-            for i in stepped:
-                self._put(i, _Job(undo=speculative, step=None))
-            self._stepped.clear()
-            self.step_count -= 1
+            guess, self._guess = self._guess, None
+            if guess is not None:
+                self._follow(guess, self._pass(Mode.UNDO, guess.lr, 1.0))
+                self.step_count -= 1
+
+    def _follow(self, guess: _Guess, *passes: _Pass) -> None:
+        """Queue these after the guarded pass of every guessed block, whether it has run or not."""
+        for i in guess.guessed:
+            if i in self._jobs:
+                self._jobs[i] = (*self._jobs[i], *passes)
+            elif passes[0].mode is not Mode.FINISH or i == self._busy or self._left.get(i):
+                self._put(i, *passes)
 
     # ---- rest ----
 
@@ -190,7 +213,7 @@ class HostAdamW:
     def settle(self) -> None:
         """Until the worker is idle, whatever came of its work."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._busy)
+            self._changed.wait_for(lambda: not self._waiting and self._busy is None)
 
     def close(self) -> None:
         with self._changed:
@@ -200,26 +223,22 @@ class HostAdamW:
 
     # ---- inside ----
 
-    def _begin(self, lr: float) -> None:
+    def _begin(self) -> None:
         self.wait()
         self.step_count += 1
-        self._lr = lr
 
-    def _scalars(self, grad_scale: float) -> AdamWScalars:
+    def _pass(self, mode: Mode, lr: float, grad_scale: float) -> _Pass:
         a = self._adamw
-        return AdamWScalars.of(
-            lr=self._lr,
-            betas=a.betas,
-            eps=a.eps,
-            weight_decay=a.weight_decay,
-            step=self.step_count,
-            grad_scale=grad_scale,
-        )
+        scalars = AdamWScalars.of(
+            lr=lr, betas=a.betas, eps=a.eps, weight_decay=a.weight_decay, step=self.step_count, grad_scale=grad_scale,
+            moments=self._state_dtype,
+        )  # fmt: skip
+        return _Pass(mode, scalars, lr, self.step_count)
 
-    def _put(self, i: int, job: _Job) -> None:
+    def _put(self, i: int, *passes: _Pass) -> None:
         """Close the block to readers and queue it. The caller holds `_changed`."""
         self._store.begin_write(self._blocks[i])
-        self._jobs[i] = job
+        self._jobs[i] = passes
         heapq.heappush(self._waiting, i)
         self._changed.notify_all()
 
@@ -232,35 +251,40 @@ class HostAdamW:
                     return
                 i = heapq.heappop(self._waiting)
                 job = self._jobs.pop(i)
-                if self._speculative is not None:
-                    self._stepped.append(i)
-                self._busy = True
+                self._busy = i
             try:
                 self._do(self._blocks[i], job)
                 failed = None
             except BaseException as error:  # raised where the weights are read
                 failed = error
             with self._changed:
-                self._busy = False
+                self._busy = None
                 if failed is not None:
                     self._store.fail(failed)
                 elif i not in self._jobs:  # else it is to be corrected before anybody reads it
                     self._store.end_write(self._blocks[i])
                 self._changed.notify_all()
 
-    def _do(self, block: Block, job: _Job) -> None:
+    def _do(self, block: Block, job: tuple[_Pass, ...]) -> None:
         started = time.perf_counter()
-        weight = self._store.begin_write(block)
-        state, grad = self.state[block.name], self._gradients.flat(block)
-        arrays = (weight, state.residual, grad, state.exp_avg, state.exp_avg_sq)
-        if self._library is not None:
-            assert job.undo is None
-            self._library.step(*arrays, lr=self._lr, step=self.step_count, scale=job.step.grad_scale)
-        else:
-            # another key for every step and block; odd factors spread them over the 32 bits
-            key = (self.step_count * 0x9E3779B1 + self._index[block.name] * 0x85EBCA77) & 0xFFFFFFFF
-            if job.undo is not None:
-                adamw_native(*arrays, job.undo, self._threads, key=key ^ 0x5BD1E995, undo=True)
-            if job.step is not None:
-                adamw_native(*arrays, job.step, self._threads, key=key)
+        i = self._index[block.name]
+        for each in job:
+            if each.mode is Mode.FINISH and not self._left[i]:
+                continue
+            left = self._do_pass(block, each)
+            if each.mode is Mode.GUARDED:
+                self._left[i] = left
         self.intervals.append(Interval(block=block.name, start=started, end=time.perf_counter()))
+
+    def _do_pass(self, block: Block, each: _Pass) -> int:
+        state, grad = self.state[block.name], self._gradients.flat(block)
+        arrays = (self._store.begin_write(block), state.residual, grad, state.exp_avg, state.exp_avg_sq)
+        if self._library is not None:
+            assert each.mode is Mode.STEP
+            self._library.step(*arrays, lr=each.lr, step=each.step, scale=each.scalars.grad_scale)
+            return 0
+        # another key for every step and block; odd factors spread them over the 32 bits
+        key = (each.step * 0x9E3779B1 + self._index[block.name] * 0x85EBCA77) & 0xFFFFFFFF
+        if each.mode is Mode.UNDO:
+            key ^= 0x5BD1E995
+        return adamw_native(*arrays, each.scalars, self._threads, key=key, mode=each.mode)

@@ -19,6 +19,11 @@ class SpeculationGate:
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
 
     @property
+    def limit(self) -> float:
+        """Of the norm, beyond which something is clipped; infinite without clipping."""
+        return self._limit
+
+    @property
     def open(self) -> bool:
         if self._limit == float("inf"):
             return True

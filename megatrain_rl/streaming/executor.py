@@ -24,7 +24,7 @@ from megatrain_rl.model.attention import resolve_backend
 from megatrain_rl.model.decoder import EMBED_WEIGHT, Block, DecoderSpec
 from megatrain_rl.model.template import LayerRunner
 from megatrain_rl.objectives import Objective, TokenStats
-from megatrain_rl.planner import PACK_MULTIPLE, MemoryPlan, compiles
+from megatrain_rl.planner import PACK_MULTIPLE, ROTARY_TOKENS, MemoryPlan, compiles
 from megatrain_rl.streaming.device_pack import DevicePack, padded_tokens
 from megatrain_rl.streaming.head_pass import HeadPass
 from megatrain_rl.streaming.hidden import HiddenStates
@@ -34,10 +34,6 @@ from megatrain_rl.transfer.arena import cap_device_memory, reserve_device_memory
 from megatrain_rl.transfer.grad_slabs import GradSlabPool
 from megatrain_rl.transfer.lanes import Lanes, Mark
 from megatrain_rl.transfer.weight_ring import WeightRing, upload
-
-# Rotary tables of the first packs of a sweep are kept on the device, those of later ones made anew in every layer: what is kept
-# must not grow with the batch.
-_ROTARY_TOKENS = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +48,17 @@ class ForwardBackwardOutput:
 
 
 def _on_compute_lane(sweep):
-    """Kernels of a sweep go to the lane that the transfers' marks refer to, whatever stream the caller is on."""
+    """Kernels of a sweep go to the lane that the transfers' marks refer to, whatever stream the caller is on. After an error nothing
+    is under way any more and no weights are held."""
 
     @functools.wraps(sweep)
     def run(self, *args, **kwargs):
         with self._lanes.compute:
-            return sweep(self, *args, **kwargs)
+            try:
+                return sweep(self, *args, **kwargs)
+            except BaseException:
+                self._abandon()
+                raise
 
     return run
 
@@ -70,18 +71,27 @@ class StreamExecutor:
         cuda = device.type == "cuda"
         backend = resolve_backend(config.attention, device, dtype)  # first: it may refuse the setting
         compiled = cuda and compiles(config, spec)
+        if compiled and backend == "sdpa":
+            raise ValueError(
+                "compile=true needs attention=varlen or flash_attn and param_dtype=bfloat16; set compile=null or change these"
+            )
         self._spec = spec
         self._plan = plan
         self._device = device
         self._dtype = dtype
         self._interval = config.checkpoint_interval
         self._pack_multiple = PACK_MULTIPLE if compiled else 1
-        cap_device_memory(device, plan.gpu_cap_bytes)
+        cap_device_memory(device, self, plan.gpu_cap_bytes)
         self._lanes = Lanes.on(device)
         self._runner = LayerRunner(spec, device, dtype, backend, compiled)
         self._head = Head(compile=compiled)
         self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
-        self._activations = ActivationStore(self._lanes, device, spec.hidden_size, dtype, pin=cuda)
+        # first, while nothing lies in the way: what the phases of a sweep share, and in it what the libraries keep
+        reserve_device_memory(device, plan.reserved_bytes)
+        self._runner.warm_up()
+        self._activations = ActivationStore(
+            self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
+        )
         self._slab_settings = dict(
             num_slabs=config.num_grad_slabs, slab_numel=plan.slab_numel, dtype=config.grad_torch_dtype
         )
@@ -91,6 +101,7 @@ class StreamExecutor:
         self._partial: set[str] = set()
         self.grad_norms: dict[str, float] = {}
 
+    @_on_compute_lane
     def enable_training(self, gradients: HostGradients, on_landed: Callable[[Block, float], None]) -> None:
         """Gradients will land in `gradients`. on_landed(block, norm): called on a thread of its own when this sweep's gradient of a
         block is complete there."""
@@ -102,10 +113,11 @@ class StreamExecutor:
                 on_landed(block, norm)
 
         self._gradients = gradients
-        self._activations.begin(0, [], arena_bytes=self._plan.hidden_bytes(self._plan.pack_tokens))
-        self._reserve(self._plan.pack_tokens)
-        self._runner.warm_up()
         self._slabs = GradSlabPool(self._lanes, self._device, on_landed=landed, **self._slab_settings)
+
+    def padded_tokens(self, pack: PackedBatch) -> int:
+        """Tokens of `pack` as layers see it."""
+        return padded_tokens(pack, self._pack_multiple)
 
     @torch.no_grad()
     @_on_compute_lane
@@ -145,13 +157,14 @@ class StreamExecutor:
         result, sums = self._head_pass(device_packs, weights, objective, hidden, entropy)
         del weights  # the output matrix makes room for the layers' backward
         if result.nonfinite_loss:
+            self._abandon()
             return result
         before_backward()
-        if not self._plan.ring_in_head:
-            self._ring.begin(store, [self._spec.layers[v.layer] for v in backward])
         self._partial = {self._spec.embed.name} if self._spec.tied else set()
         while sums:  # no name may keep a pushed sum alive: it is as large as the output matrix
             self._push(*sums.pop())
+        if not self._plan.ring_in_head:
+            self._ring.begin(store, [self._spec.layers[v.layer] for v in backward])
         self._backward(backward, device_packs, hidden)
         self._ring.park()
         self._embedding_gradient(device_packs, hidden)
@@ -166,17 +179,18 @@ class StreamExecutor:
         if self._slabs is not None:
             self._slabs.close()
         self._activations.close()
-        cap_device_memory(self._device, None)
+        cap_device_memory(self._device, self, None)
 
     # ---- the sweep's parts ----
 
-    def _reserve(self, pack_tokens: int) -> None:
-        reserve_device_memory(self._device, self._plan.peak(pack_tokens), self._plan.gpu_cap_bytes)
+    def _abandon(self) -> None:
+        """End a sweep where it is: nothing is under way any more and no weights are held."""
+        self._lanes.synchronize()
+        self._ring.abandon()
 
     def _begin(self, packs: Sequence[PackedBatch], schedule: LayerSchedule) -> tuple[list[DevicePack], HiddenStates]:
-        tokens = [padded_tokens(pack, self._pack_multiple) for pack in packs]
-        self._activations.begin(schedule.num_slots, tokens, arena_bytes=self._plan.hidden_bytes(max(tokens)))
-        self._reserve(max(tokens))
+        tokens = [self.padded_tokens(pack) for pack in packs]
+        self._activations.begin(schedule.num_slots, tokens)
         before = 0
         device_packs = []
         for pack in packs:
@@ -187,7 +201,7 @@ class StreamExecutor:
                     self._runner,
                     self._device,
                     multiple=self._pack_multiple,
-                    keep_rotary=before <= _ROTARY_TOKENS,
+                    keep_rotary=before <= ROTARY_TOKENS,
                 )
             )
         return device_packs, HiddenStates(self._activations, schedule, tokens, self._plan.resident_bytes)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatrain_rl.streaming.schedule import Kind, LayerSchedule, Visit
-from megatrain_rl.transfer.activations import ActivationStore
+from megatrain_rl.transfer.activations import ActivationStore, buffer_bytes
 
 
 class HiddenStates:
@@ -23,12 +23,8 @@ class HiddenStates:
         self._store = store
         self._running_slot = schedule.running_slot
         self._saved = {schedule.saved_slot(b) for b in range(schedule.num_layers)} - {None}
-        self._resident = set()
-        for m, tokens in enumerate(pack_tokens):
-            resident_bytes -= store.bytes_per_token * tokens
-            if resident_bytes < 0:
-                break
-            self._resident.add(m)
+        count = resident_bytes // buffer_bytes(store.bytes_per_token * max(pack_tokens))
+        self._resident = set(range(min(count, len(pack_tokens))))
         self._running: dict[int, Tensor] = {}
 
     def prefetch(self, visit: Visit, m: int) -> None:

@@ -17,19 +17,26 @@ from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.transfer.arena import DeviceArena
 from megatrain_rl.transfer.lanes import Lanes, Mark
 
+# Smaller tensors come from other segments of a pool than larger ones: hidden states are at least this large on the device.
+_LEAST_BYTES = (1 << 20) + 512
 # Outgoing tensors kept alive until their copy is done. Two let the copy of one overlap the compute of the next.
 _OUTGOING = 2
 
 
 class ActivationStore:
-    def __init__(self, lanes: Lanes, device: torch.device, hidden_size: int, dtype: torch.dtype, *, pin: bool):
+    """arena_bytes: device memory for hidden states that wait, arrive or leave."""
+
+    def __init__(
+        self, lanes: Lanes, device: torch.device, hidden_size: int, dtype: torch.dtype, *, arena_bytes: int, pin: bool
+    ):
         self._lanes = lanes
         self._device = device
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._pin = pin
         self._region = HostRegion(0, dtype, pin=False)
-        self._arena = DeviceArena(device)
+        self._arena = DeviceArena(device, arena_bytes)
+        self._buffer_numel = 0
         self._starts: list[int] = [0]
         self._landed: dict[
             tuple[int, int], Mark
@@ -42,14 +49,14 @@ class ActivationStore:
         """Of one hidden state."""
         return self._hidden_size * self._dtype.itemsize
 
-    def begin(self, num_slots: int, pack_tokens: list[int], *, arena_bytes: int) -> None:
-        """Start a sweep of packs of these sizes with `num_slots` slots and room for `arena_bytes` of hidden states on the device.
-        Host region and arena grow when they must, never shrink; the old one is given back first, so the two never exist together."""
+    def begin(self, num_slots: int, pack_tokens: list[int]) -> None:
+        """Start a sweep of packs of these sizes with `num_slots` slots. The host region grows when it must, never shrinks; the
+        old one is given back first, so the two never exist together."""
         self._lanes.synchronize()
         self._landed.clear()
         self._arriving.clear()
         self._outgoing.clear()
-        self._arena.grow_to(arena_bytes)
+        self._buffer_numel = buffer_bytes(max(pack_tokens) * self.bytes_per_token) // self._dtype.itemsize
         self._starts = [0]
         for tokens in pack_tokens:
             self._starts.append(self._starts[-1] + tokens)
@@ -69,8 +76,13 @@ class ActivationStore:
 
     def hold(self, hidden_TH: Tensor) -> Tensor:
         """`hidden_TH` in the arena (on a CPU as it is)."""
+        return self._buffer_TH(hidden_TH.shape[0]).copy_(hidden_TH) if hidden_TH.is_cuda else hidden_TH
+
+    def _buffer_TH(self, tokens: int) -> Tensor:
+        """Device memory for one hidden state (T, H). All of a sweep's are of one size, so that any fits where another was."""
         with self._arena.allocating():
-            return hidden_TH.clone() if hidden_TH.is_cuda else hidden_TH
+            flat = torch.empty(self._buffer_numel, dtype=self._dtype, device=self._device)
+        return flat[: tokens * self._hidden_size].view(tokens, self._hidden_size)
 
     def put(self, slot: int, pack: int, hidden_TH: Tensor) -> None:
         """Send `hidden_TH`, which is in the arena, out. It must not be written in place afterwards; it is kept alive until it has left."""
@@ -93,8 +105,7 @@ class ActivationStore:
             return
         lanes = self._lanes
         source_TH = self.host_TH(slot, pack)
-        with self._arena.allocating():
-            hidden_TH = torch.empty(source_TH.shape, dtype=self._dtype, device=self._device)
+        hidden_TH = self._buffer_TH(source_TH.shape[0])
         # The memory belongs to compute's order of things: its earlier users on compute must be done before fetch writes it.
         lanes.fetch.wait(lanes.compute.record())
         lanes.fetch.wait(self._landed[slot, pack])
@@ -114,4 +125,12 @@ class ActivationStore:
 
     def close(self) -> None:
         self._lanes.synchronize()
+        self._arriving.clear()
+        self._outgoing.clear()
+        self._arena.close()
         self._region.close()
+
+
+def buffer_bytes(hidden_bytes: int) -> int:
+    """Device memory of one hidden state of this size."""
+    return max(hidden_bytes, _LEAST_BYTES)

@@ -11,30 +11,24 @@ from contextlib import AbstractContextManager
 
 import torch
 
-# What the allocator rounds sizes and segments to, several times over.
-_ROUNDING_BYTES = 16 << 20
+# What the allocator rounds a segment to, several times over.
+ROUNDING_BYTES = 16 << 20
+
+# Caps of the executors that live, by identity: the allocator knows one cap for the process.
+_caps: dict[int, int] = {}
 
 
 class DeviceArena:
-    """One segment of a memory pool of its own. A no-op on a CPU."""
+    """One segment of `arena_bytes` in a memory pool of its own. A no-op on a CPU."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, arena_bytes: int):
         self._device = device
         self._pool: torch.cuda.MemPool | None = None
-        self._bytes = 0
-
-    def grow_to(self, numel_bytes: int) -> None:
-        """Room for this much. Nothing allocated here may be alive."""
-        if self._device.type != "cuda" or numel_bytes <= self._bytes:
-            return
-        self._pool = None
-        torch.cuda.empty_cache()  # the old segment goes before the new one comes
-        self._pool = torch.cuda.MemPool()
-        self._bytes = numel_bytes
-        with self.allocating():
-            torch.empty(
-                numel_bytes + _ROUNDING_BYTES, dtype=torch.uint8, device=self._device
-            )  # let go: the pool keeps it
+        if device.type == "cuda" and arena_bytes:
+            with torch.cuda.device(device):  # a pool belongs to the device that is current when it is made
+                self._pool = torch.cuda.MemPool()
+            with self.allocating():
+                reserve_device_memory(device, arena_bytes)
 
     def allocating(self) -> AbstractContextManager:
         """Within it this thread's allocations come from the arena."""
@@ -42,22 +36,25 @@ class DeviceArena:
             return contextlib.nullcontext()
         return torch.cuda.use_mem_pool(self._pool, self._device)
 
+    def close(self) -> None:
+        self._pool = None
 
-def cap_device_memory(device: torch.device, cap_bytes: int | None) -> None:
-    """The allocator may reserve so much and no more (None: all there is): an allocation over it is an error here, not a surprise for the
-    engine that shares the card."""
+
+def reserve_device_memory(device: torch.device, reserved_bytes: int) -> None:
+    """Take a segment of this size from the driver, or find one that is free, and give it back to the cache at once."""
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if cap_bytes is None else min(1.0, cap_bytes / total), device)
+        torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
 
 
-def reserve_device_memory(device: torch.device, reserved_bytes: int, cap_bytes: int) -> None:
-    """Make sure that the process has reserved this much, what is missing in one segment. Cheap when it has."""
+def cap_device_memory(device: torch.device, owner: object, cap_bytes: int | None) -> None:
+    """The allocator may reserve so much for `owner` and no more (None: its cap is lifted): an allocation over it is an error here, not a
+    surprise for the engine that shares the card. Several owners in a process may use the sum of their caps."""
     if device.type != "cuda":
         return
-    wanted = min(reserved_bytes + 2 * _ROUNDING_BYTES, cap_bytes - _ROUNDING_BYTES)
-    if torch.cuda.memory_reserved(device) >= wanted:
-        return
-    torch.cuda.empty_cache()  # pieces too small to be of use would count against the cap
-    missing = wanted - torch.cuda.memory_reserved(device)
-    torch.empty(missing, dtype=torch.uint8, device=device)  # let go at once: the cache keeps the segment
+    if cap_bytes is None:
+        _caps.pop(id(owner), None)
+    else:
+        _caps[id(owner)] = cap_bytes
+    total = torch.cuda.get_device_properties(device).total_memory
+    fraction = sum(_caps.values()) / total if _caps else 1.0
+    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)

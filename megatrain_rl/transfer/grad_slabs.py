@@ -22,9 +22,9 @@ from megatrain_rl.transfer.lanes import Lanes, Mark
 @dataclass
 class _Slab:
     flat: Tensor
-    # recorded after the last use: on download after the copy out of it, on compute after it was added to a sum. Waited for by
-    # whoever writes the slab next.
-    free: Mark | None = None
+    # recorded after the last use: on compute after its allocation or after it was added to a sum, on download after the copy out of
+    # it. Waited for by whoever writes the slab next.
+    free: Mark
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class GradSlabPool:
         on_landed: Callable[[Block, float], None],
     ):
         self._lanes = lanes
-        self._slabs = [_Slab(torch.empty(slab_numel, dtype=dtype, device=device)) for _ in range(num_slabs)]
+        flats = [torch.empty(slab_numel, dtype=dtype, device=device) for _ in range(num_slabs)]
+        allocated = lanes.compute.record()
+        self._slabs = [_Slab(flat, free=allocated) for flat in flats]
         self._slab_numel = slab_numel
         self._next = 0
         self._ahead: deque[tuple[_Slab, Mark]] = deque()
@@ -75,8 +77,7 @@ class GradSlabPool:
         norm_device = torch.linalg.vector_norm(grad_device)
         for part in self._parts(grad_device.numel()):
             slab = self._take()
-            if slab.free is not None:
-                self._lanes.compute.wait(slab.free)
+            self._lanes.compute.wait(slab.free)
             staged = slab.flat[: part.stop - part.start]
             staged.copy_(grad_device[part])
             self._lanes.download.wait(self._lanes.compute.record())
@@ -115,6 +116,7 @@ class GradSlabPool:
     def close(self) -> None:
         self._landings.put(None)
         self._worker.join()
+        self._slabs.clear()
         self._norms.close()
 
     def _parts(self, numel: int) -> Iterator[slice]:
@@ -128,8 +130,7 @@ class GradSlabPool:
 
     def _fetch(self, source: Tensor) -> tuple[_Slab, Mark]:
         slab = self._take()
-        if slab.free is not None:
-            self._lanes.upload.wait(slab.free)
+        self._lanes.upload.wait(slab.free)
         with self._lanes.upload:
             slab.flat[: source.numel()].copy_(source, non_blocking=True)
         return slab, self._lanes.upload.record()

@@ -42,15 +42,12 @@ class WeightRing:
         self._store: WeightStore | None = None
 
     def begin(self, store: WeightStore, order: Iterable[Block]) -> None:
-        """Start a sweep: its blocks, in the order they will be acquired, from `store`. What an aborted sweep left is dropped."""
-        now = self._lanes.compute.record()
-        while self._loaded:
-            slot = self._loaded.popleft()
-            slot.free = now
-            self._empty.append(slot)
+        """Start a sweep: its blocks, in the order they will be acquired, from `store`."""
+        assert not self._order and not self._loaded, "the sweep before was neither parked nor abandoned"
         for _ in range(self._depth - len(self._empty)):
             flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-            self._empty.append(_Slot(flat, free=now))
+            # recorded after the allocation, which may itself be work for compute (deterministic mode fills what it hands out)
+            self._empty.append(_Slot(flat, free=self._lanes.compute.record()))
         self._store = store
         self._order = deque(order)
         self._prefetch()
@@ -77,6 +74,12 @@ class WeightRing:
     def park(self) -> None:
         """The order is through: give the slots' memory back until the next `begin`."""
         assert not self._order and not self._loaded, "a block was announced and not used"
+        self._empty.clear()
+
+    def abandon(self) -> None:
+        """The sweep ends here: drop what was announced and give the memory back. The lanes must be at rest."""
+        self._order.clear()
+        self._loaded.clear()
         self._empty.clear()
 
     def _prefetch(self) -> None:

@@ -1,5 +1,8 @@
 """A layer's backward: tapped linear layers against plain autograd, and the traced graph against the untraced function."""
 
+import gc
+import weakref
+
 import pytest
 import tiny
 import torch
@@ -74,6 +77,23 @@ def test_taps_of_a_weight_used_twice_and_of_one_used_otherwise():
                 ours += tap.grad_TO.t() @ tap.input_TI
         assert torch.allclose(ours, exact, rtol=1e-4, atol=1e-3), name
     assert others[0] is None and others[1] is not None
+
+
+def test_taps_keep_no_graph_alive():
+    """What backward needed is gone when the taps are, without waiting for the garbage collector."""
+    x = torch.randn(4, 8, requires_grad=True)
+    weights = {n: torch.randn(8, 8, requires_grad=True) for n in "ab"}
+    gc.disable()
+    try:
+        with LinearTaps(weights) as recorder:
+            y = F.linear(F.linear(x * 2, weights["a"]).sin(), weights["b"])
+        torch.autograd.grad(y.sum(), [x])
+        assert len(recorder.taps) == 2
+        seen = weakref.ref(recorder.taps[0].input_TI)
+        del y, recorder
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_tracing_drops_the_last_product(monkeypatch):

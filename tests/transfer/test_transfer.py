@@ -69,6 +69,7 @@ def test_ring_recovers_from_an_aborted_sweep(spec, device):
     store = filled_store(spec, device)
     ring.begin(store, list(spec.layers))
     ring.acquire(spec.layers[0])  # and never released
+    ring.abandon()
     ring.begin(store, list(reversed(spec.layers)))
     for i in reversed(range(5)):
         assert (ring.acquire(spec.layers[i]) == i + 1).all()
@@ -149,9 +150,14 @@ def test_worker_error_is_raised_once_on_the_caller(spec, device):
 
 def test_activations_come_back_as_they_went(device):
     store = ActivationStore(
-        Lanes.on(torch.device(device)), torch.device(device), 8, torch.float32, pin=device == "cuda"
+        Lanes.on(torch.device(device)),
+        torch.device(device),
+        8,
+        torch.float32,
+        arena_bytes=1 << 23,
+        pin=device == "cuda",
     )
-    store.begin(3, [4, 6], arena_bytes=1 << 16)
+    store.begin(3, [4, 6])
     tensors = {(s, p): torch.randn(t, 8, device=device) for s in range(3) for p, t in ((0, 4), (1, 6))}
     for (slot, pack), tensor in tensors.items():
         store.put(slot, pack, tensor)
@@ -168,12 +174,17 @@ def test_activations_come_back_as_they_went(device):
 
 def test_activation_region_is_reused_and_grows_without_doubling(device):
     store = ActivationStore(
-        Lanes.on(torch.device(device)), torch.device(device), 8, torch.float32, pin=device == "cuda"
+        Lanes.on(torch.device(device)),
+        torch.device(device),
+        8,
+        torch.float32,
+        arena_bytes=1 << 23,
+        pin=device == "cuda",
     )
-    store.begin(2, [10], arena_bytes=1 << 16)
+    store.begin(2, [10])
     first = store._region.flat.data_ptr()
-    store.begin(2, [7], arena_bytes=1 << 16)
+    store.begin(2, [7])
     assert store._region.flat.data_ptr() == first
-    store.begin(2, [20], arena_bytes=1 << 16)
+    store.begin(2, [20])
     assert store._region.flat.numel() == 2 * 20 * 8
     store.close()

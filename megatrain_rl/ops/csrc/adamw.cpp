@@ -7,6 +7,10 @@
 // Moments are fp32, or bf16 with stochastic rounding: 16 random bits are added below the kept half. The bits are a hash of the
 // step's key and the element's index, so they do not depend on threads.
 //
+// A guarded step leaves an element as it is when its squared gradient is more than `guard` times its second moment: taking such a step
+// back would lose the old moments in rounding. Because a step makes v at least (1 - beta2) g^2 and guard is well above 1 / (1 - beta2),
+// g^2 > guard v holds afterwards for exactly the elements that were left, so Finish finds and steps them, and Undo leaves them alone.
+//
 // Each array is read and written once. The inner loops have a fixed trip count so that the compiler turns them into vector
 // code of whatever width the processor has.
 
@@ -23,7 +27,7 @@ constexpr int64_t kPiece = 65536;
 
 struct Scalars {
   float beta1, beta2, one_minus_beta1, one_minus_beta2, decay, step_size, inv_sqrt_bias2, eps, grad_scale;
-  float inv_beta1, inv_beta2, inv_decay;
+  float inv_beta1, inv_beta2, inv_decay, guard;
   uint32_t key;
 };
 
@@ -77,7 +81,11 @@ struct Fp32Moments {
   float *m, *v;
   float load_m(int64_t i) const { return m[i]; }
   float load_v(int64_t i) const { return v[i]; }
-  void store(int64_t i, float m1, float v1, uint32_t) const {
+  // What the moments will be once stored.
+  static float rounded_m(float m1, uint32_t) { return m1; }
+  static float rounded_v(float v1, uint32_t) { return v1; }
+  static uint32_t random(int64_t, uint32_t) { return 0; }
+  void store(int64_t i, float m1, float v1) const {
     m[i] = m1;
     v[i] = v1;
   }
@@ -87,52 +95,66 @@ struct Bf16Moments {
   uint16_t *m, *v;
   float load_m(int64_t i) const { return from_bits(static_cast<uint32_t>(m[i]) << 16); }
   float load_v(int64_t i) const { return from_bits(static_cast<uint32_t>(v[i]) << 16); }
-  void store(int64_t i, float m1, float v1, uint32_t key) const {
-    const uint32_t random = random_bits(static_cast<uint32_t>(i) ^ key);
-    m[i] = static_cast<uint16_t>((to_bits(m1) + (random & 0xffffu)) >> 16);
-    v[i] = static_cast<uint16_t>((to_bits(v1) + (random >> 16)) >> 16);
+  static float rounded_m(float m1, uint32_t random) { return from_bits((to_bits(m1) + (random & 0xffffu)) & 0xffff0000u); }
+  static float rounded_v(float v1, uint32_t random) { return from_bits((to_bits(v1) + (random >> 16)) & 0xffff0000u); }
+  static uint32_t random(int64_t i, uint32_t key) { return random_bits(static_cast<uint32_t>(i) ^ key); }
+  void store(int64_t i, float m1, float v1) const {
+    m[i] = static_cast<uint16_t>(to_bits(m1) >> 16);
+    v[i] = static_cast<uint16_t>(to_bits(v1) >> 16);
   }
 };
 
-struct Step {
-  template <class Weights, class Grad, class Moments>
-  static inline void one(const Weights& weights, const Grad* grad, const Moments& moments, int64_t i, const Scalars& s) {
-    const float g = load_grad(grad[i]) * s.grad_scale;
-    const float m1 = moments.load_m(i) * s.beta1 + g * s.one_minus_beta1;
-    const float v1 = moments.load_v(i) * s.beta2 + (g * g) * s.one_minus_beta2;
-    moments.store(i, m1, v1, s.key);
+enum Mode { kStep = 0, kGuardedStep = 1, kFinish = 2, kUndo = 3 };
+
+// Returns whether the guard held for this element (it is then unchanged by a guarded step and by its undoing).
+template <int mode, class Weights, class Grad, class Moments>
+inline int one(const Weights& weights, const Grad* grad, const Moments& moments, int64_t i, const Scalars& s) {
+  const float g = load_grad(grad[i]) * s.grad_scale;
+  const float m0 = moments.load_m(i), v0 = moments.load_v(i), w0 = weights.load(i);
+  const int guarded = g * g > s.guard * v0;
+  const uint32_t random = Moments::random(i, s.key);
+  float m1, v1, w1;
+  if (mode == kUndo) {
+    const float denominator = std::sqrt(v0) * s.inv_sqrt_bias2 + s.eps;
+    w1 = (w0 + (s.step_size * m0) / denominator) * s.inv_decay;
+    m1 = Moments::rounded_m((m0 - g * s.one_minus_beta1) * s.inv_beta1, random);
+    const float v = (v0 - (g * g) * s.one_minus_beta2) * s.inv_beta2;
+    v1 = Moments::rounded_v(v > 0.0f ? v : 0.0f, random);
+  } else {
+    // The step is taken with the moments as they are stored, so that it can be taken back.
+    m1 = Moments::rounded_m(m0 * s.beta1 + g * s.one_minus_beta1, random);
+    v1 = Moments::rounded_v(v0 * s.beta2 + (g * g) * s.one_minus_beta2, random);
     const float denominator = std::sqrt(v1) * s.inv_sqrt_bias2 + s.eps;
-    weights.store(i, weights.load(i) * s.decay - (s.step_size * m1) / denominator);
+    w1 = w0 * s.decay - (s.step_size * m1) / denominator;
   }
-};
-
-// Takes a Step with the same scalars back, to fp32 rounding (bf16 moments: to one more stochastic rounding).
-struct Undo {
-  template <class Weights, class Grad, class Moments>
-  static inline void one(const Weights& weights, const Grad* grad, const Moments& moments, int64_t i, const Scalars& s) {
-    const float g = load_grad(grad[i]) * s.grad_scale;
-    const float m1 = moments.load_m(i);
-    const float v1 = moments.load_v(i);
-    const float denominator = std::sqrt(v1) * s.inv_sqrt_bias2 + s.eps;
-    weights.store(i, (weights.load(i) + (s.step_size * m1) / denominator) * s.inv_decay);
-    const float v0 = (v1 - (g * g) * s.one_minus_beta2) * s.inv_beta2;
-    moments.store(i, (m1 - g * s.one_minus_beta1) * s.inv_beta1, v0 > 0.0f ? v0 : 0.0f, s.key);
+  if (mode != kStep) {
+    const bool keep = (mode == kFinish) != static_cast<bool>(guarded);
+    m1 = keep ? m0 : m1;
+    v1 = keep ? v0 : v1;
+    w1 = keep ? w0 : w1;
   }
-};
+  moments.store(i, m1, v1);
+  weights.store(i, w1);
+  return guarded;
+}
 
-template <class Update, class Weights, class Grad, class Moments>
-void run(const Weights weights, const Grad* grad, const Moments moments, int64_t n, const Scalars s, int threads) {
+template <int mode, class Weights, class Grad, class Moments>
+int64_t run(const Weights weights, const Grad* grad, const Moments moments, int64_t n, const Scalars s, int threads) {
   const int64_t pieces = (n + kPiece - 1) / kPiece;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  int64_t total = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(+ : total)
   for (int64_t p = 0; p < pieces; ++p) {
     const int64_t start = p * kPiece, end = start + kPiece < n ? start + kPiece : n;
     const int64_t whole = start + (end - start) / kLanes * kLanes;
+    int count = 0;
     for (int64_t i = start; i < whole; i += kLanes) {
-#pragma omp simd
-      for (int64_t k = 0; k < kLanes; ++k) Update::one(weights, grad, moments, i + k, s);
+#pragma omp simd reduction(+ : count)
+      for (int64_t k = 0; k < kLanes; ++k) count += one<mode>(weights, grad, moments, i + k, s);
     }
-    for (int64_t i = whole; i < end; ++i) Update::one(weights, grad, moments, i, s);
+    for (int64_t i = whole; i < end; ++i) count += one<mode>(weights, grad, moments, i, s);
+    total += count;
   }
+  return total;
 }
 
 struct Arguments {
@@ -145,25 +167,24 @@ struct Arguments {
   int weight_is_split, grad_is_bf16, moments_are_bf16, threads;
 };
 
-template <class Update, class Weights, class Moments>
-void with_moments(const Arguments& a, const Weights weights, const Moments moments) {
-  if (a.grad_is_bf16) run<Update>(weights, static_cast<const uint16_t*>(a.grad), moments, a.n, a.s, a.threads);
-  else run<Update>(weights, static_cast<const float*>(a.grad), moments, a.n, a.s, a.threads);
+template <int mode, class Weights, class Moments>
+int64_t with_moments(const Arguments& a, const Weights weights, const Moments moments) {
+  if (a.grad_is_bf16) return run<mode>(weights, static_cast<const uint16_t*>(a.grad), moments, a.n, a.s, a.threads);
+  return run<mode>(weights, static_cast<const float*>(a.grad), moments, a.n, a.s, a.threads);
 }
 
-template <class Update, class Weights>
-void with_weights(const Arguments& a, const Weights weights) {
+template <int mode, class Weights>
+int64_t with_weights(const Arguments& a, const Weights weights) {
   if (a.moments_are_bf16) {
-    with_moments<Update>(a, weights, Bf16Moments{static_cast<uint16_t*>(a.m), static_cast<uint16_t*>(a.v)});
-  } else {
-    with_moments<Update>(a, weights, Fp32Moments{static_cast<float*>(a.m), static_cast<float*>(a.v)});
+    return with_moments<mode>(a, weights, Bf16Moments{static_cast<uint16_t*>(a.m), static_cast<uint16_t*>(a.v)});
   }
+  return with_moments<mode>(a, weights, Fp32Moments{static_cast<float*>(a.m), static_cast<float*>(a.v)});
 }
 
-template <class Update>
-void dispatch(const Arguments& a) {
-  if (a.weight_is_split) with_weights<Update>(a, Split{static_cast<uint16_t*>(a.weight), a.residual});
-  else with_weights<Update>(a, Whole{static_cast<float*>(a.weight)});
+template <int mode>
+int64_t dispatch(const Arguments& a) {
+  if (a.weight_is_split) return with_weights<mode>(a, Split{static_cast<uint16_t*>(a.weight), a.residual});
+  return with_weights<mode>(a, Whole{static_cast<float*>(a.weight)});
 }
 
 }  // namespace
@@ -171,13 +192,18 @@ void dispatch(const Arguments& a) {
 extern "C" {
 
 // weight: uint16 bf16 bits (split) or float; residual: int16 or null; grad, m, v: bf16 bits or float; scalars: the floats of Scalars.
-void megatrain_adamw(void* weight, int16_t* residual, const void* grad, void* m, void* v, int64_t n, const float* scalars,
-                     uint32_t key, int weight_is_split, int grad_is_bf16, int moments_are_bf16, int undo, int threads) {
+// Returns for how many elements the guard held.
+int64_t megatrain_adamw(void* weight, int16_t* residual, const void* grad, void* m, void* v, int64_t n, const float* scalars,
+                        uint32_t key, int weight_is_split, int grad_is_bf16, int moments_are_bf16, int mode, int threads) {
   Arguments a{weight, residual, grad, m, v, n, {}, weight_is_split, grad_is_bf16, moments_are_bf16, threads};
   std::memcpy(&a.s, scalars, sizeof(Scalars) - sizeof(uint32_t));
   a.s.key = key;
-  if (undo) dispatch<Undo>(a);
-  else dispatch<Step>(a);
+  switch (mode) {
+    case kStep: return dispatch<kStep>(a);
+    case kGuardedStep: return dispatch<kGuardedStep>(a);
+    case kFinish: return dispatch<kFinish>(a);
+    default: return dispatch<kUndo>(a);
+  }
 }
 
 }  // extern "C"
