@@ -25,7 +25,8 @@ HOST_COPY_BYTES = 4 << 30
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
     """bf16 TFLOP/s of a square product of random numbers, kept up for seconds and in the best fiftieth of a second; GB/s (1e9) up, down
-    and both ways together over the link from pinned memory; GB/s read plus written by a host copy on every core."""
+    and both ways together over the link from pinned memory; GB/s read plus written on every core by a host copy, and by an update in place
+    (a copy reads what it is about to overwrite too, which its figure does not count)."""
 
     matmul_tflops: float
     matmul_burst_tflops: float
@@ -33,6 +34,7 @@ class Ceilings:
     d2h_gb_s: float
     both_gb_s: float
     host_copy_gb_s: float
+    host_update_gb_s: float
 
 
 def measure_ceilings(device: torch.device, record: Record, *, quick: bool) -> Ceilings:
@@ -49,6 +51,7 @@ def measure_ceilings(device: torch.device, record: Record, *, quick: bool) -> Ce
         d2h_gb_s=d2h,
         both_gb_s=both,
         host_copy_gb_s=host_copy_gb_s(record, quick=quick),
+        host_update_gb_s=host_update_gb_s(record, quick=quick),
     )
 
 
@@ -83,24 +86,37 @@ def _matmul_seconds(device: torch.device, size: int, duration: float) -> list[fl
     return seconds
 
 
-def host_copy_gb_s(record: Record, *, quick: bool, readings: int = 7) -> float:
+def host_copy_gb_s(record: Record, *, quick: bool) -> float:
     """GB/s read plus written by `copy_` of one fp32 tensor on every usable core; median. Both tensors lie in memory like the
     trainer's, on huge pages where the system has them."""
-    numel = (1 << 22 if quick else HOST_COPY_BYTES) // 4
-    source, target = (HostRegion(numel, torch.float32, pin=False) for _ in range(2))
+    source, target = (_host_tensor(quick) for _ in range(2))
+    return _host_gb_s("copy", lambda: target.flat.copy_(source.flat), source.flat.nbytes, record)
+
+
+def host_update_gb_s(record: Record, *, quick: bool) -> float:
+    """GB/s read plus written by `mul_` of one fp32 tensor on every usable core; median. The traffic of an optimizer: what is written has
+    been read."""
+    target = _host_tensor(quick)
+    return _host_gb_s("update in place", lambda: target.flat.mul_(1.0), target.flat.nbytes, record)
+
+
+def _host_tensor(quick: bool) -> HostRegion:
+    region = HostRegion((1 << 22 if quick else HOST_COPY_BYTES) // 4, torch.float32, pin=False)
+    region.flat.fill_(1.0)
+    return region
+
+
+def _host_gb_s(name: str, operation: Callable[[], object], num_bytes: int, record: Record, readings: int = 7) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(usable_cores())
     try:
-        source.flat.fill_(1.0)
-        seconds = [timed(torch.device("cpu"), lambda: target.flat.copy_(source.flat), 1) for _ in range(readings + 1)][
-            1:
-        ]
+        seconds = [timed(torch.device("cpu"), operation, 1) for _ in range(readings + 1)][1:]
     finally:
         torch.set_num_threads(threads)
-    figures = sorted(2 * 4 * numel / s / 1e9 for s in seconds)
+    figures = sorted(2 * num_bytes / s / 1e9 for s in seconds)
     median = statistics.median(figures)
     record.say(
-        f"host copy of {4 * numel / 2**30:.2f} GiB, {usable_cores()} threads: {median:.1f} GB/s read plus written, median of "
+        f"host {name} of {num_bytes / 2**30:.2f} GiB, {usable_cores()} threads: {median:.1f} GB/s read plus written, median of "
         f"{readings} ({figures[0]:.1f} to {figures[-1]:.1f})"
     )
     return median

@@ -78,7 +78,8 @@ def adamw_bytes_per_parameter(config: StreamConfig) -> int:
 @dataclass(frozen=True, kw_only=True)
 class LightSpeed:
     """Seconds that each part of the machine needs for a step if it did nothing else at its ceiling. They work at the same time, so
-    the longest bounds the step."""
+    the longest bounds the step. host_memory: what the cores read and write, so the optimizer's traffic; transfers bypass the cores and
+    are counted under link alone."""
 
     compute: float
     link: float
@@ -103,7 +104,7 @@ def light_speed(flops: float, traffic: Traffic, ceilings: Ceilings) -> LightSpee
     return LightSpeed(
         compute=flops / (ceilings.matmul_tflops * 1e12),
         link=max(traffic.up / (ceilings.h2d_gb_s * 1e9), traffic.down / (ceilings.d2h_gb_s * 1e9)),
-        host_memory=(traffic.optimizer + traffic.up + traffic.down) / (ceilings.host_copy_gb_s * 1e9),
+        host_memory=traffic.optimizer / (ceilings.host_update_gb_s * 1e9),
     )
 
 

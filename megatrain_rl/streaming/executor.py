@@ -6,6 +6,7 @@ between them. The caller (StreamTrainer) chooses the store: handing it the froze
 Shapes: T tokens of a pack, H hidden size, V vocabulary.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -57,7 +58,8 @@ def _on_compute_lane(sweep):
             try:
                 return sweep(self, *args, **kwargs)
             except BaseException:
-                self._abandon()
+                with contextlib.suppress(RuntimeError):  # of a device that is lost: the error on its way up is the one to tell
+                    self._abandon()
                 raise
 
     return run

@@ -26,8 +26,8 @@ def test_operations_and_bytes_counted(one_second):
     assert out.matmul_tflops == out.matmul_burst_tflops == 2 * 256**3 / 1e12
     assert out.h2d_gb_s == out.d2h_gb_s == (1 << 20) / 1e9
     assert out.both_gb_s == 2 * (1 << 20) / 1e9
-    assert out.host_copy_gb_s == 2 * (1 << 22) / 1e9  # read and written
-    assert len(record.raw) == 3 and not record.results
+    assert out.host_copy_gb_s == out.host_update_gb_s == 2 * (1 << 22) / 1e9  # read and written
+    assert len(record.raw) == 4 and not record.results
 
 
 def test_sustained_is_what_remains_after_the_first_third(monkeypatch):

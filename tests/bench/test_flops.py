@@ -76,7 +76,13 @@ def test_bytes_of_an_update():
 
 
 CEILINGS = Ceilings(
-    matmul_tflops=500, matmul_burst_tflops=600, h2d_gb_s=50, d2h_gb_s=40, both_gb_s=80, host_copy_gb_s=100
+    matmul_tflops=500,
+    matmul_burst_tflops=600,
+    h2d_gb_s=50,
+    d2h_gb_s=40,
+    both_gb_s=80,
+    host_copy_gb_s=70,
+    host_update_gb_s=100,
 )
 
 
@@ -86,7 +92,7 @@ CEILINGS = Ceilings(
         (1e15, 0, 0, 0, 2.0, "compute"),
         (1e12, 100_000_000_000, 0, 0, 2.0, "link"),
         (1e12, 0, 60_000_000_000, 0, 1.5, "link"),
-        (1e12, 10_000_000_000, 10_000_000_000, 80_000_000_000, 1.0, "host_memory"),
+        (1e12, 10_000_000_000, 10_000_000_000, 80_000_000_000, 0.8, "host_memory"),
     ],
 )
 def test_light_speed_is_the_slowest_part(flops, up, down, optimizer, seconds, bound):
