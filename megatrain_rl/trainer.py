@@ -182,8 +182,8 @@ class StreamTrainer:
         entropy: hand entropies to the objective too. A non-finite loss stops before backward: this call adds no gradient and the
         next `optim_step` skips.
         final: a promise that the next call is `optim_step` (or `zero_grad`): the optimizer may start on blocks whose gradients are
-        complete while backward goes on. It does so when recent norms were well below the clip limit; the result is that of a step after
-        backward, to the bit unless this norm turns out above the limit, and to fp32 rounding then.
+        complete while backward goes on, at the learning rate of now. It does so when recent norms were well below the clip limit;
+        the result is that of a step after backward, to the bit unless this norm turns out above the limit, and to fp32 rounding then.
         """
         self._require_training()
         self._require_settled()
@@ -387,7 +387,9 @@ class StreamTrainer:
         self._step_promised = False
 
     def _may_speculate(self) -> bool:
-        return self.config.overlap_optimizer and self._optimizer.can_guess and self._gate.open
+        # a weight that decays to nothing does not come back
+        reversible = self._optimizer.can_guess and self.schedule.lr * self.adamw.weight_decay < 1
+        return self.config.overlap_optimizer and reversible and self._gate.open
 
     def _open_update(self) -> None:
         self._optimizer.guess(lr=self.schedule.lr, limit=self._gate.limit)

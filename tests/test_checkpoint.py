@@ -14,11 +14,13 @@ from megatrain_rl.optim.lr_schedule import LRSchedule
 from megatrain_rl.trainer import StreamTrainer
 
 
-def build(directory, dtype="bfloat16", device="cpu") -> StreamTrainer:
+def build(directory, dtype="bfloat16", device="cpu", moments="float32", clip_grad=1.0) -> StreamTrainer:
     return StreamTrainer.from_pretrained(
         directory,
-        config=StreamConfig(pack_tokens=48, cpu_threads=1, param_dtype=dtype, grad_dtype=dtype),
-        adamw=AdamWConfig(lr=1e-3),
+        config=StreamConfig(
+            pack_tokens=48, cpu_threads=1, param_dtype=dtype, grad_dtype=dtype, optimizer_state_dtype=moments
+        ),
+        adamw=AdamWConfig(lr=1e-3, clip_grad=clip_grad),
         schedule=LRSchedule(base_lr=1e-3, kind="cosine", warmup_steps=2, total_steps=8),
         device=device,
     )
@@ -43,15 +45,16 @@ def state(trainer: StreamTrainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_resume_equals_uninterrupted(tmp_path, dtype, tied, device, deterministic):
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_resume_equals_uninterrupted(tmp_path, dtype, tied, moments, device, deterministic):
     directory = tiny.saved(tiny.model(tiny.config(tied=tied)), tmp_path / "model")
-    whole = build(directory, dtype, device)
+    whole = build(directory, dtype, device, moments)
     torch.manual_seed(5)
     train(whole, 3)
     whole.save_checkpoint(tmp_path / "step_3")
     train(whole, 3)
     torch.manual_seed(77)
-    resumed = build(directory, dtype, device)
+    resumed = build(directory, dtype, device, moments)
     resumed.load_checkpoint(tmp_path / "step_3")
     assert (
         resumed.schedule.lr == LRSchedule(base_lr=1e-3, kind="cosine", warmup_steps=2, total_steps=8).factor(3) * 1e-3
@@ -197,3 +200,62 @@ def test_another_dtype_is_refused(tmp_path):
     with pytest.raises(ValueError, match="written with another param_dtype"):
         other.load_checkpoint(tmp_path / "c")
     other.close()
+
+
+@pytest.mark.parametrize("written, read", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_moments_of_another_dtype_are_refused(tmp_path, written, read):
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path / "model")
+    trainer = build(directory, moments=written)
+    train(trainer, 1)
+    trainer.save_checkpoint(tmp_path / "c")
+    trainer.close()
+    other = build(directory, moments=read)
+    before = state(other)
+    with pytest.raises(ValueError, match="optimizer_state_dtype"):
+        other.load_checkpoint(tmp_path / "c")
+    after = state(other)
+    assert all(torch.equal(after[n], before[n]) for n in before)
+    other.close()
+
+
+# By step; the limit is 20 and the norm of factor 1 a few units: steps 1, 6 and 11 are guessed, the first two wrongly, and only late in
+# backward is that seen, so that most blocks are corrected.
+FACTORS = (1, 7, 1, 1, 1, 1, 10, 1, 1, 1, 1, 1)
+
+
+def train_with_spikes(trainer: StreamTrainer, steps: range) -> list[int]:
+    """With the update beneath backward; the worker has stepped what it may before the norm is looked at. Returns how many blocks."""
+    data = tiny.sequences()
+    packs, guessed = tiny.packs(data), []
+    for i in steps:
+        weights = [w * FACTORS[i] for w in tiny.token_weights(data)]
+        trainer._optimizer._left.clear()
+        trainer.forward_backward(packs, tiny.WeightedLoss(weights), final=True)
+        trainer._executor.drain()
+        trainer._optimizer.settle()
+        assert (len(trainer._optimizer._left) > 0) == (trainer._optimizer.open_lr is not None)
+        guessed.append(len(trainer._optimizer._left))
+        assert (trainer.optim_step().grad_norm > 20) == (FACTORS[i] > 1)
+        trainer.schedule.step()
+    return guessed
+
+
+@pytest.mark.parametrize(
+    "at, moments", [(1, "float32"), (6, "bfloat16"), (7, "float32")], ids=["before", "before-bf16", "after"]
+)
+def test_resume_equals_uninterrupted_where_a_guess_was_wrong(tmp_path, at, moments):
+    """A correction leaves other last bits than a step after backward: a resumed run must guess where the uninterrupted one did, so the
+    checkpoint keeps the norms it guesses by."""
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path / "model")
+    whole, resumed = (build(directory, moments=moments, clip_grad=20.0) for _ in range(2))
+    guessed = train_with_spikes(whole, range(at))
+    whole.save_checkpoint(tmp_path / "c")
+    guessed += train_with_spikes(whole, range(at, len(FACTORS)))
+    assert [n > 0 for n in guessed] == [i in (1, 6, 11) for i in range(len(FACTORS))]
+    assert min(guessed[1], guessed[6]) >= 3 and guessed[11] == 6
+    resumed.load_checkpoint(tmp_path / "c")
+    assert train_with_spikes(resumed, range(at, len(FACTORS))) == guessed[at:]
+    a, b = state(whole), state(resumed)
+    assert not [name for name in a if not torch.equal(a[name], b[name])]
+    whole.close()
+    resumed.close()

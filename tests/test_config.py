@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import tiny
+import torch
 
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.model.decoder import decoder_spec
+from megatrain_rl.planner import make_plan
 from megatrain_rl.trainer import StreamTrainer
 
 
@@ -22,7 +24,7 @@ def test_misspelt_setting_names_the_nearest():
     [
         ("gpu_budget_gb", 0), ("checkpoint_interval", 0), ("num_grad_slabs", 0), ("ring_depth", 0), ("ring_depth", 1.5),
         ("pack_tokens", 0), ("optimizer", "sgd"), ("param_dtype", "float16"), ("grad_dtype", "fp8"), ("attention", "eager"),
-        ("reference", "disk"), ("cpu_threads", 0), ("cpu_threads", 1.5), ("pack_tokens", 1.5), ("pack_tokens", "48"), ("gpu_budget_gb", "9"), ("compile", "no"), ("ring_depth", True), ("host_budget_gb", -1),
+        ("reference", "disk"), ("optimizer_state_dtype", "float16"), ("overlap_optimizer", "no"), ("overlap_optimizer", 1), ("cpu_threads", 0), ("cpu_threads", 1.5), ("pack_tokens", 1.5), ("pack_tokens", "48"), ("gpu_budget_gb", "9"), ("compile", "no"), ("ring_depth", True), ("host_budget_gb", -1),
     ],
 )  # fmt: skip
 def test_bad_value_names_the_setting(knob, value):
@@ -36,6 +38,46 @@ def test_bad_value_names_the_setting(knob, value):
 def test_bad_adamw_value(knob, value):
     with pytest.raises(ValueError, match=f"^{knob}="):
         AdamWConfig(**{knob: value})
+
+
+@pytest.mark.parametrize("knob", ["param_dtype", "grad_dtype", "optimizer_state_dtype"])
+def test_short_names_of_dtypes(knob):
+    for short, name, dtype in (("bf16", "bfloat16", torch.bfloat16), ("fp32", "float32", torch.float32)):
+        config = StreamConfig(**{knob: short})
+        assert config == StreamConfig(**{knob: name})
+        resolved = knob.replace("_dtype", "_torch_dtype")
+        assert getattr(config, knob) == name and getattr(config, resolved) == dtype
+    for bad in ("fp16", "BF16", 16, None):
+        with pytest.raises(ValueError, match=f"^{knob}="):
+            StreamConfig(**{knob: bad})
+
+
+@pytest.mark.parametrize("knob", ["param_dtype", "grad_dtype", "optimizer_state_dtype"])
+def test_a_list_for_a_dtype_is_refused_like_any_bad_value(knob):
+    """YAML makes lists easily, and a list cannot be looked up."""
+    with pytest.raises(ValueError, match=f"^{knob}="):
+        StreamConfig(**{knob: ["bf16"]})
+
+
+@pytest.mark.parametrize("optimizer", ["torch", "deepspeed"])
+def test_bf16_moments_need_the_native_optimizer(optimizer):
+    for short in ("bf16", "bfloat16"):
+        with pytest.raises(ValueError, match="^optimizer_state_dtype=.*float32 with optimizer=.*set optimizer=native"):
+            StreamConfig(optimizer=optimizer, optimizer_state_dtype=short)
+    StreamConfig(optimizer=optimizer, optimizer_state_dtype="fp32")
+
+
+def test_host_plan_counts_the_moments():
+    """Bytes a parameter: weight, residual, gradient and both moments."""
+    spec = decoder_spec(tiny.config(layers=4))
+
+    def planned(**knobs):
+        config = StreamConfig(host_budget_gb=8, **knobs)
+        return make_plan(spec, config, AdamWConfig(), reference=False).host_bytes / spec.num_parameters
+
+    assert planned() == 14
+    assert planned(optimizer_state_dtype="bf16") == 10
+    assert planned(optimizer_state_dtype="bf16", param_dtype="fp32", grad_dtype="fp32") == 12
 
 
 def test_settings_are_frozen():

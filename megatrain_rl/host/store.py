@@ -87,8 +87,8 @@ class HostStore:
         self._readable[block.name].set()
 
     def fail(self, error: BaseException) -> None:
-        """A writer failed: every present and future reader gets the error."""
-        self._error = error
+        """A writer failed: every present and future reader gets the error, of several the first."""
+        self._error = self._error or error
         for event in self._readable.values():
             event.set()
 

@@ -32,6 +32,8 @@ class Mode(enum.IntEnum):
     UNDO = 3
 
 
+# The native kNegligible.
+_NEGLIGIBLE = 2.0**-100
 # guard times (1 - beta2), by the moments' dtype. v then loses at most a few hundred (fp32) or 3 (bf16) units in the last place to an
 # undone step; above 1, so that a stepped element is never taken for a left one.
 _GUARDS = {torch.float32: 100.0, torch.bfloat16: 2.0}
@@ -142,7 +144,7 @@ def adamw_reference(
     g = grad.float() * s.grad_scale
     w0 = (weight if residual is None else join_master(weight, residual)).clone()
     m0, v0 = m.float(), v.float()
-    guarded = g * g > v0 * s.guard
+    guarded = g * g > v0 * s.guard + _NEGLIGIBLE
     if mode is Mode.UNDO:
         w1 = (w0 + (m0 * s.step_size) / _denominator(v0, s)) * s.inv_decay
         m1 = (m0 - g * s.one_minus_beta1) * s.inv_beta1

@@ -90,7 +90,7 @@ class _Guess:
 class HostAdamW:
     """Steps `store` with `gradients`. `step_count` is the number of updates applied or started.
 
-    can_guess: whether this optimizer can take a step back; a library's cannot.
+    can_guess: whether this optimizer can take a step back; a library's cannot, nor can moments in bf16 that forget at once.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class HostAdamW:
         self.state = {
             b.name: BlockState(b, split=store.dtype == torch.bfloat16, dtype=state_dtype) for b in spec.blocks
         }
-        self.can_guess = library is None
+        self.can_guess = library is None and not (state_dtype == torch.bfloat16 and 0 < adamw.betas[1] < 0.5)
         self._state_dtype = state_dtype
         self.step_count = 0
         self.intervals: deque[Interval] = deque(maxlen=4096)
@@ -269,7 +269,7 @@ class HostAdamW:
         started = time.perf_counter()
         i = self._index[block.name]
         for each in job:
-            if each.mode is Mode.FINISH and not self._left[i]:
+            if each.mode is Mode.FINISH and not self._left.get(i):
                 continue
             left = self._do_pass(block, each)
             if each.mode is Mode.GUARDED:

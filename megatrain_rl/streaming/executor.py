@@ -58,7 +58,9 @@ def _on_compute_lane(sweep):
             try:
                 return sweep(self, *args, **kwargs)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # of a device that is lost: the error on its way up is the one to tell
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # of a device that is lost: the error on its way up is the one to tell
                     self._abandon()
                 raise
 

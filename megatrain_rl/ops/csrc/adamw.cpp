@@ -21,6 +21,9 @@
 namespace {
 
 constexpr int64_t kLanes = 32;
+// A squared gradient of this size (|g| about 1e-15) is within the guard whatever v is: where squares are no normal numbers, what a step
+// makes of v says nothing any more.
+constexpr float kNegligible = 0x1p-100f;
 // Elements a thread takes at a time: 64 Ki are 26 x 64 KiB of traffic, long enough for the prefetchers, short enough that a thread
 // which the scheduler put aside does not hold up the others.
 constexpr int64_t kPiece = 65536;
@@ -111,7 +114,7 @@ template <int mode, class Weights, class Grad, class Moments>
 inline int one(const Weights& weights, const Grad* grad, const Moments& moments, int64_t i, const Scalars& s) {
   const float g = load_grad(grad[i]) * s.grad_scale;
   const float m0 = moments.load_m(i), v0 = moments.load_v(i), w0 = weights.load(i);
-  const int guarded = g * g > s.guard * v0;
+  const int guarded = g * g > s.guard * v0 + kNegligible;
   const uint32_t random = Moments::random(i, s.key);
   float m1, v1, w1;
   if (mode == kUndo) {
