@@ -15,16 +15,17 @@ from megatrain_rl.model.decoder import DecoderSpec
 
 # CUDA context and loaded kernels of one process on an H200, by NVML (see the records).
 CONTEXT_BYTES = 900_000_000
-# cuBLAS takes its workspaces from the allocator: one for the thread that runs forward, one for autograd's.
+# cuBLAS takes its workspaces from the allocator, 32 MiB each: one for the thread that runs forward, one for autograd's.
 _WORKSPACE_BYTES = 96 << 20
 # Indices and statistics of the packs of a sweep: 36 bytes a token.
 _INDEX_BYTES = 64 << 20
 # Rotary tables of the first packs of a sweep are kept on the device, those of later ones made anew in every layer: what is kept
 # must not grow with the batch.
 ROTARY_TOKENS = 65536
-# What rounding and unlike neighbours leave unused between tensors, and what two segments are rounded to.
+# What rounding and unlike neighbours leave unused between tensors.
 _SLACK_BYTES = 128 << 20
-_SEGMENT_ROUNDING_BYTES = 32 << 20
+# Beside the two large segments: the libraries' workspaces, segments of small tensors, and what large ones are rounded to.
+_OUTSIDE_BYTES = _WORKSPACE_BYTES + (64 << 20)
 # Measured on an H200: 3 GB beyond the plan once everything is loaded and compiled.
 _PROCESS_HOST_BYTES = 5_000_000_000
 # Longer packs make no layer faster; this much lets batches of 2^k tokens of uneven sequences be cut into packs of about 8192.
@@ -108,7 +109,7 @@ class MemoryPlan:
     @property
     def reserved_bytes(self) -> int:
         """What is left for everything but hidden states."""
-        return self.gpu_cap_bytes - self.hidden_bytes - _SEGMENT_ROUNDING_BYTES
+        return self.gpu_cap_bytes - self.hidden_bytes - _OUTSIDE_BYTES
 
     def head_chunk(self, pack_tokens: int) -> int:
         """Tokens of a pack of this size whose logits may exist at once."""
@@ -136,14 +137,14 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
     cap = int(config.gpu_budget_gb * 1e9) - CONTEXT_BYTES
     slab_numel = -(-min(_MAX_SLABS_NUMEL, spec.max_layer_numel) // config.num_grad_slabs)
     costs = _device_costs(spec, config, slab_numel, train)
-    least = costs.with_hidden(MIN_PACK_TOKENS, MIN_HEAD_CHUNK, ring_in_head=False) + _SEGMENT_ROUNDING_BYTES
+    least = costs.with_hidden(MIN_PACK_TOKENS, MIN_HEAD_CHUNK, ring_in_head=False) + _OUTSIDE_BYTES
     if least > cap:
         raise ValueError(
             f"gpu_budget_gb={config.gpu_budget_gb:g} is too small for this model: it needs at least "
             f"{math.ceil((least + CONTEXT_BYTES) / 1e8) / 10:g}; raise gpu_budget_gb or lower ring_depth and num_grad_slabs"
         )
     resident = min(_RESIDENT_BYTES, (cap - least) // 8)
-    room = cap - resident - _SEGMENT_ROUNDING_BYTES
+    room = cap - resident - _OUTSIDE_BYTES
     wanted = config.pack_tokens or MAX_PACK_TOKENS
     ring_in_head = costs.with_hidden(wanted, _GOOD_HEAD_CHUNK, ring_in_head=True) <= room
     max_tokens = _max_pack_tokens(costs, room, ring_in_head=ring_in_head)
@@ -238,8 +239,7 @@ def _device_costs(spec: DecoderSpec, config: StreamConfig, slab_numel: int, trai
     head_matrix = spec.vocab_size * hidden
     compiled = compiles(config, spec)
     return DeviceCosts(
-        fixed=_WORKSPACE_BYTES
-        + _INDEX_BYTES
+        fixed=_INDEX_BYTES
         + ROTARY_TOKENS * 2 * spec.head_dim * weight
         + _SLACK_BYTES
         + (config.num_grad_slabs * slab_numel * config.grad_torch_dtype.itemsize if train else 0),
@@ -253,9 +253,9 @@ def _device_costs(spec: DecoderSpec, config: StreamConfig, slab_numel: int, trai
         # the gradient of the hidden states, before it is put where hidden states wait
         head_token=hidden * weight,
         hidden_token=weight * hidden * _HIDDEN_TENSORS,
-        # logits in fp32 and their gradient; not compiled, up to three more fp32 rows. Hidden and normed states of the chunk and their
+        # logits in fp32 and their gradient; not compiled, up to six more fp32 rows. Hidden and normed states of the chunk and their
         # gradients, with the norm's fp32 copies.
-        head_chunk_token=(4 + weight + (0 if compiled else 12)) * spec.vocab_size + hidden * (5 * weight + 20),
+        head_chunk_token=(4 + weight + (0 if compiled else 24)) * spec.vocab_size + hidden * (5 * weight + 20),
     )
 
 

@@ -192,6 +192,36 @@ def test_the_budget_is_kept_at_real_width(shape, layers, budget):
     trainer.close()
 
 
+def test_trainers_one_after_the_other_share_the_budget(tmp_path):
+    """A closed trainer's memory is there for the next, whatever its size, and two at once have each their own."""
+    directory = tiny.saved(tiny.model(tiny.config(layers=3), dtype=torch.bfloat16), tmp_path)
+    packs, objective = tiny.packs(tiny.sequences()), tiny.WeightedLoss(tiny.token_weights(tiny.sequences()))
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+
+    def use(trainer):
+        trainer.forward_backward(packs, objective, final=True)
+        assert trainer.optim_step().stepped
+
+    for budget in (4.0, 3.0, 5.0, 5.0):
+        trainer = tiny.trainer(directory, device="cuda", param_dtype="bfloat16", gpu_budget_gb=budget)
+        use(trainer)
+        assert torch.cuda.memory_reserved() - before <= trainer.plan.gpu_cap_bytes
+        trainer.close()
+    pair = [tiny.trainer(directory, device="cuda", param_dtype="bfloat16", gpu_budget_gb=3.0) for _ in range(2)]
+    for trainer in pair:
+        use(trainer)
+    assert torch.cuda.memory_reserved() - before <= 2 * pair[0].plan.gpu_cap_bytes
+    pair[0].close()
+    use(pair[1])
+    pair[1].close()
+    del trainer, pair
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before < 200e6  # workspaces
+
+
 def test_expandable_segments_of_others_do_not_matter(tmp_path):
     """VERL switches them off and on around its weight transfer, and empties the cache."""
     directory = tiny.saved(tiny.model(tiny.config(layers=3), dtype=torch.bfloat16), tmp_path)

@@ -55,11 +55,13 @@ class LayerRunner:
         self._groups = [groups[m] for m in spec.layer_modules]
 
     def warm_up(self) -> None:
-        """Let the matrix libraries take their workspaces, which they keep, before anything else lies in the way."""
-        if self._device.type == "cuda":
-            square = torch.zeros(64, 64, dtype=self._dtype, device=self._device)
-            torch.nn.functional.linear(square, square, square[0])
-            torch.mm(square, square)
+        """Let the matrix libraries take their workspaces, of this thread and of autograd's, before memory is reserved: they keep them."""
+        if self._device.type != "cuda":
+            return
+        square = torch.zeros(64, 64, dtype=self._dtype, device=self._device, requires_grad=True)
+        with torch.enable_grad():
+            out = torch.nn.functional.linear(torch.mm(square, square), square, square[0])
+        torch.autograd.grad(out.sum(), square)
 
     def inputs(self, positions_T: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, keep_rotary: bool) -> LayerInputs:
         """positions_T, cu_seqlens (S+1,): as in `PackedBatch`, on the CPU. keep_rotary: hold the pack's rotary tables; without, its

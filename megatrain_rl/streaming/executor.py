@@ -90,9 +90,8 @@ class StreamExecutor:
         self._runner = LayerRunner(spec, device, dtype, backend, compiled)
         self._head = Head(compile=compiled)
         self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
-        # first, while nothing lies in the way: what the phases of a sweep share, and in it what the libraries keep
-        reserve_device_memory(device, plan.reserved_bytes)
         self._runner.warm_up()
+        reserve_device_memory(device, plan.reserved_bytes)
         self._activations = ActivationStore(
             self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
         )

@@ -7,15 +7,13 @@ depends on expandable segments, which others in the process switch.
 """
 
 import contextlib
+import weakref
 from contextlib import AbstractContextManager
 
 import torch
 
-# What the allocator rounds a segment to, several times over.
-ROUNDING_BYTES = 16 << 20
-
-# Caps of the executors that live, by identity: the allocator knows one cap for the process.
-_caps: dict[int, int] = {}
+# Caps of the owners that live: the allocator knows one cap for the process.
+_caps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 class DeviceArena:
@@ -41,7 +39,8 @@ class DeviceArena:
 
 
 def reserve_device_memory(device: torch.device, reserved_bytes: int) -> None:
-    """Take a segment of this size from the driver, or find one that is free, and give it back to the cache at once."""
+    """Take a segment of this size from the driver, or find one that is free, and give it back to the cache at once. What the process
+    keeps for ever must have been allocated before, or the segment could never be returned."""
     if device.type == "cuda":
         torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
 
@@ -52,9 +51,9 @@ def cap_device_memory(device: torch.device, owner: object, cap_bytes: int | None
     if device.type != "cuda":
         return
     if cap_bytes is None:
-        _caps.pop(id(owner), None)
+        _caps.pop(owner, None)
     else:
-        _caps[id(owner)] = cap_bytes
+        _caps[owner] = cap_bytes
     total = torch.cuda.get_device_properties(device).total_memory
     fraction = sum(_caps.values()) / total if _caps else 1.0
     torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
