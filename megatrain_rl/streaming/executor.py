@@ -27,14 +27,15 @@ from megatrain_rl.model.template import LayerRunner
 from megatrain_rl.objectives import Objective, TokenStats
 from megatrain_rl.planner import PACK_MULTIPLE, ROTARY_TOKENS, MemoryPlan, compiles
 from megatrain_rl.streaming.device_pack import DevicePack, padded_tokens
-from megatrain_rl.streaming.head_pass import HeadPass
+from megatrain_rl.streaming.embedding import add_embedding_gradient
+from megatrain_rl.streaming.head_pass import HeadPass, HeadWeights
 from megatrain_rl.streaming.hidden import HiddenStates
 from megatrain_rl.streaming.schedule import Kind, LayerSchedule, Visit
 from megatrain_rl.transfer.activations import ActivationStore
 from megatrain_rl.transfer.arena import cap_device_memory, reserve_device_memory
 from megatrain_rl.transfer.grad_slabs import GradSlabPool
-from megatrain_rl.transfer.lanes import Lanes, Mark
-from megatrain_rl.transfer.weight_ring import WeightRing, upload
+from megatrain_rl.transfer.lanes import Lanes
+from megatrain_rl.transfer.weight_ring import WeightRing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,11 @@ class StreamExecutor:
         weights = self._forward(schedule, store, device_packs, hidden)
         self._lanes.compute.wait(weights.ready)
         head = HeadPass(self._spec, self._runner, self._head, self._plan, weights.flats, sums=None)
-        stats = [head.stats(hidden.take_final(m), dp, entropy=entropy) for m, dp in enumerate(device_packs)]
+        stats = []
+        for m, dp in enumerate(device_packs):
+            if m + 1 < len(device_packs):
+                hidden.prefetch_final(m + 1)
+            stats.append(head.stats(hidden.take_final(m), dp, entropy=entropy))
         return [_on_cpu(s) for s in stats]
 
     @torch.no_grad()
@@ -211,7 +216,7 @@ class StreamExecutor:
 
     def _forward(
         self, schedule: LayerSchedule, store: WeightStore, packs: list[DevicePack], hidden: HiddenStates
-    ) -> "_HeadWeights":
+    ) -> HeadWeights:
         """Every layer over every pack. Returns the head's weights, which cross while the last layer runs when there is room."""
         visits = schedule.visits[: schedule.num_forward]
         self._ring.begin(store, [self._spec.layers[v.layer] for v in visits])
@@ -293,20 +298,13 @@ class StreamExecutor:
         store.rows(self._spec.embed, EMBED_WEIGHT, packs[m].tokens_T, self._activations.host_TH(0, m))
         self._activations.filled(0, m)
 
-    def _upload_head(self, store: WeightStore) -> "_HeadWeights":
-        """Start the head's weights on their way; they are on the device only while the caller holds them."""
-        flats = {}
-        for block in self._head_blocks():
-            flat = torch.empty(block.layout.numel, dtype=self._dtype, device=self._device)
-            # the memory may have had other users on compute, which must be done before upload writes it
-            ready = upload(self._lanes, store, block, flat, after=self._lanes.compute.record())
-            flats[block.name] = flat
-        return _HeadWeights(flats, ready)
+    def _upload_head(self, store: WeightStore) -> HeadWeights:
+        return HeadWeights.upload(self._lanes, store, self._head_blocks(), self._dtype, self._device)
 
     def _head_pass(
         self,
         packs: list[DevicePack],
-        weights: "_HeadWeights",
+        weights: HeadWeights,
         objective: Objective,
         hidden: HiddenStates,
         entropy: bool,
@@ -318,6 +316,8 @@ class StreamExecutor:
         head = HeadPass(self._spec, self._runner, self._head, self._plan, weights.flats, sums)
         results = []
         for m, dp in enumerate(packs):
+            if m + 1 < len(packs):
+                hidden.prefetch_final(m + 1)
             result = head.forward_backward(hidden.take_final(m), dp, objective, entropy=entropy)
             hidden.give_gradient(m, result.grad_TH)
             results.append((result.loss, result.metrics, result.stats))  # and not the gradient: it would be kept alive
@@ -338,12 +338,8 @@ class StreamExecutor:
         total = self._new_sum(block)
         total_VH = block.layout.view(total, EMBED_WEIGHT)
         for m, dp in enumerate(packs):
-            tokens_T = dp.pack.tokens_T
-            grad_TH = hidden.take_gradient(m)[: tokens_T.numel()].float()
-            if self._spec.padding_idx is not None:
-                rows = (tokens_T != self._spec.padding_idx).nonzero()[:, 0]
-                tokens_T, grad_TH = tokens_T[rows], grad_TH.index_select(0, rows.to(self._device))
-            _add_rows(total_VH, tokens_T.to(self._device), grad_TH)
+            grad_TH = hidden.take_gradient(m)[: dp.pack.num_tokens]
+            add_embedding_gradient(total_VH, dp.pack.tokens_T, grad_TH, padding_idx=self._spec.padding_idx)
         self._push(block, total)
 
     def _head_blocks(self) -> tuple[Block, ...]:
@@ -359,23 +355,6 @@ class StreamExecutor:
         if block.name in self._gradients.filled:
             self._slabs.add_earlier(grad_host, total)
         self._slabs.push(block, total, grad_host)
-
-
-@dataclass(frozen=True)
-class _HeadWeights:
-    """flats: by block name. ready: recorded after the last copy; waited for by compute before the head runs."""
-
-    flats: dict[str, Tensor]
-    ready: Mark
-
-
-def _add_rows(total_VH: Tensor, tokens_T: Tensor, grad_TH: Tensor) -> None:
-    """total[tokens] += grad, in an order that does not change from run to run: on CUDA index_put_ sorts before it adds and
-    index_add_ is atomic; on a CPU with several threads it is the other way round."""
-    if total_VH.is_cuda:
-        total_VH.index_put_((tokens_T,), grad_TH, accumulate=True)
-    else:
-        total_VH.index_add_(0, tokens_T, grad_TH)
 
 
 def _on_cpu(stats: TokenStats) -> TokenStats:

@@ -6,6 +6,7 @@ lets go of it before the layers' backward. Made and called by the executor.
 Shapes: T tokens of a pack, P predicted tokens of it, H hidden size, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,36 @@ import torch
 from torch import Tensor
 
 from megatrain_rl.head import Head, HeadStats, chunks
-from megatrain_rl.model.decoder import DecoderSpec
+from megatrain_rl.host.store import WeightStore
+from megatrain_rl.model.decoder import Block, DecoderSpec
 from megatrain_rl.model.template import LayerRunner
 from megatrain_rl.objectives import Objective, TokenStats
 from megatrain_rl.planner import MemoryPlan
 from megatrain_rl.streaming.device_pack import DevicePack
+from megatrain_rl.transfer.lanes import Lanes, Mark
+from megatrain_rl.transfer.weight_ring import upload
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """flats: flat device weights by block name. ready: recorded on upload after the last copy; waited for by compute before the head
+    runs."""
+
+    flats: dict[str, Tensor]
+    ready: Mark
+
+    @classmethod
+    def upload(
+        cls, lanes: Lanes, store: WeightStore, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device
+    ) -> "HeadWeights":
+        """Start `blocks` on their way; they are on the device only while the caller holds them."""
+        flats = {}
+        for block in blocks:
+            flat = torch.empty(block.layout.numel, dtype=dtype, device=device)
+            # the memory may have had other users on compute, which must be done before upload writes it
+            ready = upload(lanes, store, block, flat, after=lanes.compute.record())
+            flats[block.name] = flat
+        return cls(flats, ready)
 
 
 @dataclass(frozen=True, kw_only=True)

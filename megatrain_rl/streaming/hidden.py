@@ -49,6 +49,11 @@ class HiddenStates:
         if resident:
             self._running[m] = hidden_TH
 
+    def prefetch_final(self, m: int) -> None:
+        """Start fetching what `take_final` will hand out for pack `m`."""
+        if m not in self._resident:
+            self._store.prefetch(self._running_slot, m)
+
     def take_final(self, m: int) -> Tensor:
         """Output (T, H) of the last layer."""
         return self._take_running(m)
