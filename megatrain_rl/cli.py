@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatrain_rl.bench import adam, head, link, logprob, step
 from megatrain_rl.bench.peers import run as peers
-from megatrain_rl.bench.record import Record, check_writable
+from megatrain_rl.bench.record import Record, check_append, check_writable
 
 _BENCHES = {
     "link": (link, "host to device, device to host, both, and beside the host optimizer"),
@@ -29,13 +29,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = Record(argv)
     try:
         check_writable(arguments.json, "--json")
+        check_append(arguments.json, arguments.append)
         _BENCHES[arguments.bench][0].run(arguments, record)
     except ValueError as error:
         sys.exit(f"megatrain-rl: {error}")
     finally:
         # also when something failed on the way: what was measured until then, and the lines that say what failed
         if arguments.json and record.raw:
-            record.write(arguments.json)
+            record.write(arguments.json, append=arguments.append)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ class Case:
 def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument(
+        "--append", action="store_true", help="to the record that is there, if commit and machine are the same"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="small ceilings, to see that the command runs; its figures mean nothing"
     )
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatrain_rl.profiling import environment
 
@@ -41,10 +42,36 @@ class Record:
         self.results.append(result)
         print(f"{case} {metric} {result.value} {unit}".rstrip(), flush=True)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, *, append: bool = False) -> None:
+        """append: to a record that is there, of the same commit and machine; a case measured again takes the place of the old one."""
         content = {"command": command_line(self._argv), **environment(), "raw": self.raw}
         content["results"] = [vars(result) for result in self.results]
+        if append and path.exists():
+            content = _joined(json.loads(path.read_text()), content)
         path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    cases = {result["case"] for result in new["results"]}
+    kept = [result for result in old["results"] if result["case"] not in cases]
+    return new | {
+        "command": f"{old['command']}; {new['command']}",
+        "raw": [*old["raw"], *new["raw"]],
+        "results": [*kept, *new["results"]],
+    }
+
+
+def check_append(path: Path | None, append: bool) -> None:
+    """A record is of one commit on one machine."""
+    if not append:
+        return
+    if path is None:
+        raise ValueError("--append needs --json, the record to append to")
+    if path.exists():
+        old, now = json.loads(path.read_text()), environment()
+        for key in ("commit", "hardware", "versions"):
+            if old[key] != now[key]:
+                raise ValueError(f"--append {path}: that record is of another {key}; write a new one")
 
 
 def rounded(value: float) -> float:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatrain_rl.bench.record import Record, command_line, rounded
+from megatrain_rl.bench.record import Record, check_append, command_line, rounded
 
 
 def test_fields(tmp_path, capsys):
@@ -42,3 +42,31 @@ def test_command_keeps_everything_else():
 def test_four_digits(value, short):
     assert rounded(value) == short
     assert isinstance(rounded(value), int) == (abs(value) >= 1000)
+
+
+def test_append_keeps_other_cases_and_replaces_the_same(tmp_path):
+    path = tmp_path / "a.json"
+    for argv, case, value in (("one", "7b", 1.0), ("two", "14b", 2.0), ("three", "7b", 3.0)):
+        record = Record([argv])
+        record.say(f"line {argv}")
+        record.result(case, "step_s", value, "s")
+        check_append(path, True)
+        record.write(path, append=True)
+    written = json.loads(path.read_text())
+    assert written["command"] == "megatrain-rl one; megatrain-rl two; megatrain-rl three"
+    assert written["raw"] == ["line one", "line two", "line three"]
+    assert [(r["case"], r["value"]) for r in written["results"]] == [("14b", 2.0), ("7b", 3.0)]
+
+
+def test_append_refuses_another_commit(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    record = Record(["one"])
+    record.result("7b", "step_s", 1.0, "s")
+    monkeypatch.setenv("MEGATRAIN_COMMIT", "a" * 40)
+    record.write(path)
+    check_append(path, True)
+    monkeypatch.setenv("MEGATRAIN_COMMIT", "b" * 40)
+    with pytest.raises(ValueError, match="that record is of another commit"):
+        check_append(path, True)
+    with pytest.raises(ValueError, match="--append needs --json"):
+        check_append(None, True)
