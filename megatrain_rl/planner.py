@@ -111,6 +111,11 @@ class MemoryPlan:
         """What is left for everything but hidden states."""
         return self.gpu_cap_bytes - self.hidden_bytes - _OUTSIDE_BYTES
 
+    @property
+    def idle_bytes(self) -> int:
+        """Held between sweeps too."""
+        return self.costs.fixed + self.hidden_bytes + _OUTSIDE_BYTES
+
     def head_chunk(self, pack_tokens: int) -> int:
         """Tokens of a pack of this size whose logits may exist at once."""
         room = self.reserved_bytes - self.costs.head(pack_tokens, ring_in_head=self.ring_in_head)

@@ -122,7 +122,7 @@ class MegaTrainEngine(BaseEngine):
         plan, spec = self.trainer.plan, self.trainer.spec
         bucket = self._bucket_bytes() or _DEFAULT_BUCKET_MEGABYTES << 20
         largest = spec.vocab_size * spec.hidden_size * self.trainer.config.param_torch_dtype.itemsize
-        needed = plan.costs.fixed + plan.hidden_bytes + bucket + (largest if largest > bucket else 0)
+        needed = plan.idle_bytes + bucket + (largest if largest > bucket else 0)
         if needed > plan.gpu_cap_bytes:
             self.trainer.close()
             raise ValueError(
