@@ -110,10 +110,10 @@ def test_adam(run_bench, monkeypatch):
     written = run_bench("adam", "--parameters", "100000", "--threads", "1", "--threads", "64")
     exact, small = written.figures("exact"), written.figures("bf16-moments")
     assert exact["threads"] == small["threads"] == 1
-    ratio = exact["gparams_per_s"] / exact["torch_fused_gparams_per_s"]
+    ratio = exact["params_per_s"] / exact["torch_fused_params_per_s"]
     assert exact["vs_torch_fused"] == pytest.approx(ratio, rel=2e-3)
     # 26 bytes a parameter and 18 over the same copy bandwidth
-    bandwidth = [26 * exact["gparams_per_s"], 18 * small["gparams_per_s"]]
+    bandwidth = [26 * exact["params_per_s"], 18 * small["params_per_s"]]
     fractions = [exact["copy_bandwidth_fraction"], small["copy_bandwidth_fraction"]]
     assert bandwidth[0] / fractions[0] == pytest.approx(bandwidth[1] / fractions[1], rel=5e-3)
     assert sum("passes" in line for line in written.raw) >= 3
