@@ -92,8 +92,8 @@ class MemoryPlan:
     """pack_tokens: most tokens of a pack cut by default. max_pack_tokens: most tokens the budget can hold in one pack, so the
     longest sequence. slab_numel: elements of a gradient slab. ring_in_head: whether weight slots stay while the head runs, so that the
     last layers' weights arrive meanwhile; under a tight budget they make room for it. resident_bytes: for running hidden states kept on
-    the device; hidden_bytes: for all hidden states, those included. gpu_cap_bytes: what the allocator may reserve, and does at the start. host_bytes: planned host RAM without layer inputs; host_limit_bytes:
-    what there is."""
+    the device; hidden_bytes: for all hidden states, those included. gpu_cap_bytes: what the allocator may reserve, and does at the
+    start. host_bytes: planned host RAM without layer inputs; host_limit_bytes: what there is."""
 
     costs: DeviceCosts
     pack_tokens: int

@@ -250,12 +250,11 @@ class StreamTrainer:
         self._require_training()
         self._executor.drain()
         # After a failed sweep some blocks hold a gradient and others an old one; a non-finite loss skips the step anyway.
-        if not self._nonfinite_loss and self._gradients.filled != {b.name for b in self.spec.blocks}:
+        if not self._nonfinite_loss and not self._gradients.complete:
             raise ValueError(
                 "optim_step without complete gradients: call forward_backward first, and zero_grad after one that failed"
             )
-        norms = self._executor.grad_norms
-        grad_norm = float("nan") if self._nonfinite_loss else math.hypot(*(norms[b.name] for b in self.spec.blocks))
+        grad_norm = float("nan") if self._nonfinite_loss else self._gradients.norm()
         stepped = math.isfinite(grad_norm)
         open_lr = self._optimizer.open_lr
         lr = self.schedule.lr if open_lr is None else open_lr  # what an update that has begun uses
@@ -267,9 +266,8 @@ class StreamTrainer:
         return OptimStepResult(grad_norm=grad_norm, stepped=stepped, skipped_steps=self._skipped_steps, lr=lr)
 
     def _apply(self, lr: float, grad_norm: float) -> None:
-        limit = self.adamw.clip_grad
         # the factor of torch.nn.utils.clip_grad_norm_
-        scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
+        scale = min(1.0, self._gate.limit / (grad_norm + 1e-6))
         self._gate.saw(grad_norm)
         if self._optimizer.open_lr is not None:
             self._optimizer.confirm(grad_scale=scale)
@@ -287,7 +285,7 @@ class StreamTrainer:
         """(Hugging Face name, host tensor) of the gradients summed so far; a ValueError when there are none."""
         self._require_training()
         self._executor.drain()
-        if self._gradients.filled != {b.name for b in self.spec.blocks}:
+        if not self._gradients.complete:
             raise ValueError("no gradients: call forward_backward first")
         for block in self.spec.blocks:
             for name in block.layout.slots:
@@ -323,7 +321,6 @@ class StreamTrainer:
         state = checkpoint.load(Path(directory), self.spec, self._store, self._optimizer)
         self._skipped_steps = state["skipped_steps"]
         if self._optimizer is not None:
-            self.zero_grad()
             self._optimizer.step_count = state["step_count"]
             self.schedule.load_state_dict(state["schedule"])
             self._gate.load_state_dict(state["recent_norms"])
@@ -382,7 +379,6 @@ class StreamTrainer:
     def _forget_gradients(self) -> None:
         self._optimizer.revoke()
         self._gradients.clear()
-        self._executor.grad_norms.clear()
         self._nonfinite_loss = False
         self._step_promised = False
 

@@ -17,15 +17,15 @@ from torch import nn
 from megatrain_rl.bench.arguments import add_common, run_device
 from megatrain_rl.bench.ceilings import host_copy_gb_s
 from megatrain_rl.bench.flops import adamw_bytes_per_parameter
-from megatrain_rl.bench.host_blocks import GRADIENT_SCALE, HostBlock, fill_with_noise, host_blocks, scalars
+from megatrain_rl.bench.host_blocks import ADAMW, GRADIENT_SCALE, HostBlock, fill_with_noise, host_blocks, scalars
 from megatrain_rl.bench.record import Record
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.ops.build import load_library
+from megatrain_rl.optim.library import deepspeed_cpu_adam, fused_adamw
 
 EXACT, BF16_MOMENTS = "exact", "bf16-moments"
 THREADS = (8, 12, 14, 16)
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-6, (0.9, 0.999), 1e-8, 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,18 +106,13 @@ def _native_pass(blocks: list[HostBlock]) -> Callable[[int], None]:
 
 
 def _torch_pass(parameters: int) -> Callable[[int], None]:
-    tensors = _fp32_parameters(parameters)
-    optimizer = torch.optim.AdamW(tensors, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = fused_adamw(_fp32_parameters(parameters), ADAMW)
     return lambda threads: optimizer.step()
 
 
 def _against_deepspeed(native: Rate, parameters: int, passes: int, threads: list[int], record: Record) -> None:
     try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        optimizer = DeepSpeedCPUAdam(
-            _fp32_parameters(parameters), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True
-        )
+        optimizer = deepspeed_cpu_adam(_fp32_parameters(parameters), ADAMW)
     except Exception as error:  # not installed, or its op does not build here: no figure then, and the record says why
         record.say(
             f"DeepSpeedCPUAdam: not measured, {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatrain_rl.batch import PackedBatch
+from megatrain_rl.batch import PackedBatch, pack_sequences
 from megatrain_rl.objectives import ObjectiveOutput, TokenStats
 
 ADVANTAGE_STD = 0.02
@@ -41,6 +41,16 @@ def random_sequences(tokens: int, mean_length: int, vocab_size: int, *, seed: in
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(0, vocab_size, (n,), generator=generator) for n in random_lengths(tokens, mean_length, seed=seed)
+    ]
+
+
+def packed_batches(
+    tokens: int, mean_length: int, vocab_size: int, *, max_tokens: int, seed: int, count: int
+) -> list[list[PackedBatch]]:
+    """Data of `count` steps, step i from seed + i, cut into packs before any clock runs."""
+    return [
+        pack_sequences(random_sequences(tokens, mean_length, vocab_size, seed=seed + i), max_tokens=max_tokens)
+        for i in range(count)
     ]
 
 

@@ -8,9 +8,11 @@ Recomputation counts as nothing: it is the schedule's choice.
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.ceilings import Ceilings
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.model.decoder import DecoderSpec
@@ -33,6 +35,14 @@ def attention_flops(spec: DecoderSpec, lengths: Sequence[int]) -> float:
 def useful_flops(spec: DecoderSpec, lengths: Sequence[int], *, train: bool) -> float:
     forward = 2 * matmul_parameters(spec) * sum(lengths) + attention_flops(spec, lengths)
     return 3 * forward if train else forward
+
+
+def mean_flops(spec: DecoderSpec, batches: Sequence[Sequence[PackedBatch]], *, train: bool) -> float:
+    """`useful_flops` of a batch, the mean over these; lengths differ from one to the next, and with them attention."""
+    return statistics.fmean(
+        useful_flops(spec, [n for pack in packs for n in pack.cu_seqlens.diff().tolist()], train=train)
+        for packs in batches
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

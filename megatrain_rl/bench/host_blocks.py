@@ -3,11 +3,13 @@
 import torch
 
 from megatrain_rl.bench.shapes import shape_config
+from megatrain_rl.config import AdamWConfig
 from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.model.decoder import Block, decoder_spec
 from megatrain_rl.ops.adamw import AdamWScalars, adamw_native
 from megatrain_rl.optim.host_adamw import BlockState
 
+ADAMW = AdamWConfig()
 GRADIENT_SCALE = 1e-3
 
 
@@ -41,7 +43,8 @@ def host_blocks(shape: str, parameters: int, *, dtype: torch.dtype, pin: bool) -
 
 
 def scalars(step: int) -> AdamWScalars:
-    return AdamWScalars.of(lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=step, grad_scale=1.0)
+    a = ADAMW
+    return AdamWScalars.of(lr=a.lr, betas=a.betas, eps=a.eps, weight_decay=a.weight_decay, step=step, grad_scale=1.0)
 
 
 def fill_with_noise(flat: torch.Tensor, scale: float) -> None:

@@ -1,10 +1,8 @@
 """`megatrain-rl bench logprob`: forward only, as for old and reference log-probs; the trainer has no gradients and no optimizer."""
 
 import argparse
-import statistics
 import time
 
-from megatrain_rl.batch import pack_sequences
 from megatrain_rl.bench.arguments import (
     Case,
     add_cases,
@@ -16,8 +14,8 @@ from megatrain_rl.bench.arguments import (
     run_device,
 )
 from megatrain_rl.bench.ceilings import Ceilings, measure_ceilings
-from megatrain_rl.bench.data import random_sequences
-from megatrain_rl.bench.flops import forward_traffic, light_speed, useful_flops
+from megatrain_rl.bench.data import packed_batches
+from megatrain_rl.bench.flops import forward_traffic, light_speed, mean_flops
 from megatrain_rl.bench.record import Record
 from megatrain_rl.bench.series import MemoryMeter, report_speed, run_series
 from megatrain_rl.bench.shapes import shape_config
@@ -52,11 +50,10 @@ def _run_case(
     case: Case, trainer: StreamTrainer, arguments: argparse.Namespace, ceilings: Ceilings, record: Record
 ) -> None:
     warmup, steps, spec = arguments.warmup, arguments.steps, trainer.spec
-    batches, flops = [], []
-    for seed in range(arguments.seed, arguments.seed + warmup + steps):
-        sequences = random_sequences(case.tokens, arguments.mean_length, spec.vocab_size, seed=seed)
-        batches.append(pack_sequences(sequences, max_tokens=trainer.pack_tokens))
-        flops.append(useful_flops(spec, [len(s) for s in sequences], train=False))
+    batches = packed_batches(
+        case.tokens, arguments.mean_length, spec.vocab_size,
+        max_tokens=trainer.pack_tokens, seed=arguments.seed, count=warmup + steps,
+    )  # fmt: skip
 
     def step(i: int) -> str:
         stats = trainer.log_probs(batches[i])  # on the CPU when it returns, so nothing is left running
@@ -65,7 +62,7 @@ def _run_case(
 
     memory = MemoryMeter()
     series = run_series(step, trainer.synchronize, warmup=warmup, steps=steps, say=record.say)
-    useful = statistics.fmean(flops[-steps:])
+    useful = mean_flops(spec, batches[-steps:], train=False)
     sweeps = trainer.num_sweeps(batches[-1], train=False)
     light = light_speed(useful, forward_traffic(spec, trainer.config, case.tokens, sweeps=sweeps), ceilings)
     report_speed(record, case.name, series, tokens=case.tokens, flops=useful, light=light, ceilings=ceilings)

@@ -6,13 +6,12 @@ weights are loaded.
 
 import argparse
 import dataclasses
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatrain_rl.batch import PackedBatch, pack_sequences
+from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.arguments import (
     Case,
     add_cases,
@@ -24,8 +23,8 @@ from megatrain_rl.bench.arguments import (
     run_device,
 )
 from megatrain_rl.bench.ceilings import Ceilings, measure_ceilings
-from megatrain_rl.bench.data import ADVANTAGE_STD, PolicyGradientSurrogate, random_sequences
-from megatrain_rl.bench.flops import light_speed, step_traffic, useful_flops
+from megatrain_rl.bench.data import ADVANTAGE_STD, PolicyGradientSurrogate, packed_batches
+from megatrain_rl.bench.flops import light_speed, mean_flops, step_traffic
 from megatrain_rl.bench.record import Record, check_writable
 from megatrain_rl.bench.series import MemoryMeter, report_speed, run_series
 from megatrain_rl.bench.shapes import shape_config
@@ -116,27 +115,27 @@ class Workload:
     ):
         self._trainer = trainer
         self._mode = mode
-        self._batches: list[tuple[list[PackedBatch], Objective]] = []
-        self._flops: list[float] = []
-        for seed in range(arguments.seed, arguments.seed + count):
-            sequences = random_sequences(case.tokens, arguments.mean_length, trainer.spec.vocab_size, seed=seed)
-            packs = pack_sequences(sequences, max_tokens=trainer.pack_tokens)
-            nll, std = arguments.objective == "nll", arguments.advantage_std
-            objective = NegativeLogLikelihood(packs) if nll else PolicyGradientSurrogate(packs, seed=seed, std=std)
-            self._batches.append((packs, objective))
-            self._flops.append(useful_flops(trainer.spec, [len(s) for s in sequences], train=True))
+        self._batches = packed_batches(
+            case.tokens, arguments.mean_length, trainer.spec.vocab_size,
+            max_tokens=trainer.pack_tokens, seed=arguments.seed, count=count,
+        )  # fmt: skip
+        self._objectives: list[Objective] = [
+            NegativeLogLikelihood(packs)
+            if arguments.objective == "nll"
+            else PolicyGradientSurrogate(packs, seed=arguments.seed + i, std=arguments.advantage_std)
+            for i, packs in enumerate(self._batches)
+        ]
 
     def step(self, i: int) -> str:
-        return one_step(self._trainer, self._mode, *self._batches[i])
+        return one_step(self._trainer, self._mode, self._batches[i], self._objectives[i])
 
     def mean_flops(self, steps: int) -> float:
-        """Of one of the last `steps` steps; lengths differ from step to step, and with them attention."""
-        return statistics.fmean(self._flops[-steps:])
+        """Of one of the last `steps` steps."""
+        return mean_flops(self._trainer.spec, self._batches[-steps:], train=True)
 
     def sweeps(self) -> int:
         # the reference schedule is held against the same bound: what it moves more is its own choice
-        packs, _ = self._batches[-1]
-        return 1 if self._mode.schedule == "reference" else self._trainer.num_sweeps(packs, train=True)
+        return 1 if self._mode.schedule == "reference" else self._trainer.num_sweeps(self._batches[-1], train=True)
 
 
 def one_step(trainer: StreamTrainer, mode: StepMode, packs: list[PackedBatch], objective: Objective) -> str:

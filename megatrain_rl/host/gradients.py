@@ -1,5 +1,7 @@
 """HostGradients: where gradients land, one flat region per block, laid out like the weights."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -8,17 +10,32 @@ from megatrain_rl.model.decoder import Block, DecoderSpec
 
 
 class HostGradients:
-    """`filled` names the blocks whose region holds a gradient to be added to; the others hold stale numbers."""
+    """A block whose gradient has landed is to be added to; the regions of the others hold stale numbers."""
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, *, pin: bool):
         self._regions = {b.name: HostRegion(b.layout.numel, dtype, pin=pin) for b in spec.blocks}
-        self.filled: set[str] = set()
+        self._norms: dict[str, float] = {}  # by block that has landed
 
     def flat(self, block: Block) -> Tensor:
         return self._regions[block.name].flat
 
+    def landed(self, block: Block, norm: float) -> None:
+        """The region of `block` holds a gradient of this L2 norm. Called on the thread that waits for landings."""
+        self._norms[block.name] = norm
+
+    def has(self, block: Block) -> bool:
+        return block.name in self._norms
+
+    @property
+    def complete(self) -> bool:
+        return self._norms.keys() == self._regions.keys()
+
+    def norm(self) -> float:
+        """L2 norm over all blocks, in their order: it does not depend on which landed first."""
+        return math.hypot(*(self._norms[name] for name in self._regions))
+
     def clear(self) -> None:
-        self.filled.clear()
+        self._norms.clear()
 
     def close(self) -> None:
         for region in self._regions.values():

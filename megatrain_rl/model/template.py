@@ -1,6 +1,6 @@
 """LayerRunner: meta modules run over views of flat buffers. Nothing is copied to bind a layer's weights.
 
-Compiled or not, a layer's backward is one function of weights, input and output gradient (`_layer_vjp`): recompute and
+Compiled or not, a layer's backward is one function of weights, input and output gradient (`_LayerFunctions._vjp`): recompute and
 vector-Jacobian product together. Compiled, it is traced into one graph, so what only the layer's output needs (its last matrix
 product) is not recomputed at all.
 

@@ -34,12 +34,8 @@ class BlockState:
 
     def __init__(self, block: Block, *, split: bool, dtype: torch.dtype):
         numel = block.layout.numel
-        self._regions = [HostRegion(numel, dtype, pin=False) for _ in range(2)]
-        self.exp_avg, self.exp_avg_sq = (region.flat for region in self._regions)
-        self.residual: Tensor | None = None
-        if split:
-            self._regions.append(HostRegion(numel, torch.int16, pin=False))
-            self.residual = self._regions[-1].flat
+        self.exp_avg, self.exp_avg_sq = (HostRegion(numel, dtype, pin=False).flat for _ in range(2))
+        self.residual: Tensor | None = HostRegion(numel, torch.int16, pin=False).flat if split else None
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -165,7 +161,8 @@ class HostAdamW:
             if guess is None:
                 return
             guess.square_sum += norm * norm
-            guess.lost |= not math.sqrt(guess.square_sum) <= guess.limit if math.isfinite(guess.square_sum) else True
+            so_far = math.sqrt(guess.square_sum)
+            guess.lost |= not (math.isfinite(so_far) and so_far <= guess.limit)
             i = self._index[block.name]
             last = len(guess.guessed) + len(guess.held) == len(self._blocks) - 1
             if guess.lost or last:

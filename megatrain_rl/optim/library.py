@@ -4,7 +4,7 @@ The master is rebuilt in fp32 chunk by chunk, stepped by the library's own optim
 native op (two more passes over memory); there to compare with and to fall back on by choice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -58,26 +58,29 @@ class LibraryAdamW:
         self._parameter.grad = None
 
 
-def torch_adamw(adamw: AdamWConfig) -> LibraryAdamW:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            parameters, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, fused=True
-        )
-
-    return LibraryAdamW(make, lambda done: torch.tensor(float(done)))
+def fused_adamw(parameters: Iterable[nn.Parameter], adamw: AdamWConfig) -> torch.optim.Optimizer:
+    """torch's own fused AdamW."""
+    return torch.optim.AdamW(
+        parameters, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, fused=True
+    )
 
 
-def deepspeed_adamw(adamw: AdamWConfig) -> LibraryAdamW:
+def deepspeed_cpu_adam(parameters: Iterable[nn.Parameter], adamw: AdamWConfig) -> torch.optim.Optimizer:
+    """DeepSpeedCPUAdam with decoupled weight decay."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError as error:
         raise ValueError(
             "optimizer=deepspeed: deepspeed is not installed; pip install megatrain-rl[deepspeed]"
         ) from error
+    return DeepSpeedCPUAdam(
+        parameters, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, adamw_mode=True
+    )
 
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return DeepSpeedCPUAdam(
-            parameters, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, adamw_mode=True
-        )
 
-    return LibraryAdamW(make, lambda done: done)
+def torch_adamw(adamw: AdamWConfig) -> LibraryAdamW:
+    return LibraryAdamW(lambda parameters: fused_adamw(parameters, adamw), lambda done: torch.tensor(float(done)))
+
+
+def deepspeed_adamw(adamw: AdamWConfig) -> LibraryAdamW:
+    return LibraryAdamW(lambda parameters: deepspeed_cpu_adam(parameters, adamw), lambda done: done)

@@ -59,9 +59,8 @@ def _on_compute_lane(sweep):
             try:
                 return sweep(self, *args, **kwargs)
             except BaseException:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # of a device that is lost: the error on its way up is the one to tell
+                # of a device that is lost: the error on its way up is the one to tell
+                with contextlib.suppress(RuntimeError):
                     self._abandon()
                 raise
 
@@ -103,7 +102,6 @@ class StreamExecutor:
         self._gradients: HostGradients | None = None
         # Blocks whose gradient has more to come in this sweep; read by the landing thread.
         self._partial: set[str] = set()
-        self.grad_norms: dict[str, float] = {}
 
     @_on_compute_lane
     def enable_training(self, gradients: HostGradients, on_landed: Callable[[Block, float], None]) -> None:
@@ -111,8 +109,7 @@ class StreamExecutor:
         block is complete there."""
 
         def landed(block: Block, norm: float) -> None:
-            gradients.filled.add(block.name)
-            self.grad_norms[block.name] = norm
+            gradients.landed(block, norm)
             if block.name not in self._partial:
                 on_landed(block, norm)
 
@@ -132,11 +129,7 @@ class StreamExecutor:
         weights = self._forward(schedule, store, device_packs, hidden)
         self._lanes.compute.wait(weights.ready)
         head = HeadPass(self._spec, self._runner, self._head, self._plan, weights.flats, sums=None)
-        stats = []
-        for m, dp in enumerate(device_packs):
-            if m + 1 < len(device_packs):
-                hidden.prefetch_final(m + 1)
-            stats.append(head.stats(hidden.take_final(m), dp, entropy=entropy))
+        stats = [head.stats(hidden.take_final(m), dp, entropy=entropy) for m, dp in enumerate(device_packs)]
         return [_on_cpu(s) for s in stats]
 
     @torch.no_grad()
@@ -274,7 +267,7 @@ class StreamExecutor:
         hidden.prefetch(visit, 0)
         weights = block.layout.views(self._ring.acquire(block))
         total = sum_flat[: block.layout.numel].zero_()
-        if block.name in self._gradients.filled:  # of an earlier sweep; it crosses while this one's is computed
+        if self._gradients.has(block):  # of an earlier sweep; it crosses while this one's is computed
             self._slabs.prefetch_earlier(self._gradients.flat(block))
         total_views = block.layout.views(total)
         for m, dp in enumerate(packs):
@@ -316,8 +309,6 @@ class StreamExecutor:
         head = HeadPass(self._spec, self._runner, self._head, self._plan, weights.flats, sums)
         results = []
         for m, dp in enumerate(packs):
-            if m + 1 < len(packs):
-                hidden.prefetch_final(m + 1)
             result = head.forward_backward(hidden.take_final(m), dp, objective, entropy=entropy)
             hidden.give_gradient(m, result.grad_TH)
             results.append((result.loss, result.metrics, result.stats))  # and not the gradient: it would be kept alive
@@ -352,7 +343,7 @@ class StreamExecutor:
     def _push(self, block: Block, total: Tensor) -> None:
         """Send a block's gradient sum out, added to that of earlier sweeps when there is one."""
         grad_host = self._gradients.flat(block)
-        if block.name in self._gradients.filled:
+        if self._gradients.has(block):
             self._slabs.add_earlier(grad_host, total)
         self._slabs.push(block, total, grad_host)
 

@@ -24,7 +24,8 @@ class HiddenStates:
         self._running_slot = schedule.running_slot
         self._saved = {schedule.saved_slot(b) for b in range(schedule.num_layers)} - {None}
         count = resident_bytes // buffer_bytes(store.bytes_per_token * max(pack_tokens))
-        self._resident = set(range(min(count, len(pack_tokens))))
+        self._num_packs = len(pack_tokens)
+        self._resident = set(range(min(count, self._num_packs)))
         self._running: dict[int, Tensor] = {}
 
     def prefetch(self, visit: Visit, m: int) -> None:
@@ -49,13 +50,10 @@ class HiddenStates:
         if resident:
             self._running[m] = hidden_TH
 
-    def prefetch_final(self, m: int) -> None:
-        """Start fetching what `take_final` will hand out for pack `m`."""
-        if m not in self._resident:
-            self._store.prefetch(self._running_slot, m)
-
     def take_final(self, m: int) -> Tensor:
-        """Output (T, H) of the last layer."""
+        """Output (T, H) of the last layer for pack `m`; that of the next pack starts on its way."""
+        if m + 1 < self._num_packs and m + 1 not in self._resident:
+            self._store.prefetch(self._running_slot, m + 1)
         return self._take_running(m)
 
     def take_gradient(self, m: int) -> Tensor:

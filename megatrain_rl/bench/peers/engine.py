@@ -5,9 +5,10 @@ from typing import Protocol
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.data import PolicyGradientSurrogate
+from megatrain_rl.config import AdamWConfig
 
-# The same update everywhere.
-LR, BETAS, EPS, WEIGHT_DECAY, CLIP_GRAD = 1e-6, (0.9, 0.999), 1e-8, 0.01, 1.0
+# The same update everywhere: this package's defaults.
+ADAMW = AdamWConfig()
 
 
 class PeerEngine(Protocol):

@@ -11,8 +11,9 @@ from transformers import PretrainedConfig
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.data import PolicyGradientSurrogate
-from megatrain_rl.bench.peers.engine import BETAS, CLIP_GRAD, EPS, LR, WEIGHT_DECAY
+from megatrain_rl.bench.peers.engine import ADAMW
 from megatrain_rl.bench.peers.model import MicroBatch, PeerModel
+from megatrain_rl.optim.library import fused_adamw
 
 
 class Fsdp2Engine:
@@ -26,9 +27,7 @@ class Fsdp2Engine:
         if cuda:
             torch.cuda.empty_cache()
         self._shard(init_device_mesh(device.type, (1,)), CPUOffloadPolicy() if cuda else OffloadPolicy())
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self._optimizer = fused_adamw(self._model.parameters(), ADAMW)
         self.settings = (
             f"torch {torch.__version__}, fully_shard per layer, reshard_after_forward, CPUOffloadPolicy (pinned), param bf16, "
             f"reduce fp32, gradients of micro-batches summed on the host, AdamW(fused=True) there, micro-batches of {micro_batch_tokens}"
@@ -61,7 +60,7 @@ class Fsdp2Engine:
             # Gradients of each micro-batch go to the host: summed on the device they would take 4 bytes a parameter there.
             loss.backward()
             losses.append(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_GRAD).full_tensor()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), ADAMW.clip_grad).full_tensor()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return f"{len(packs)} packs, loss {float(torch.stack(losses).sum()):.5f}, grad norm {float(norm):.4f}"

@@ -7,9 +7,9 @@ from transformers import PretrainedConfig
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.data import PolicyGradientSurrogate
-from megatrain_rl.bench.peers.engine import BETAS, CLIP_GRAD, EPS, LR, WEIGHT_DECAY
+from megatrain_rl.bench.peers.engine import ADAMW
 from megatrain_rl.bench.step import StepMode, one_step
-from megatrain_rl.config import AdamWConfig, StreamConfig
+from megatrain_rl.config import StreamConfig
 from megatrain_rl.trainer import StreamTrainer
 
 
@@ -25,9 +25,8 @@ class StreamEngine:
         seed: int,
     ):
         self._mode = mode
-        adamw = AdamWConfig(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP_GRAD)
         self._trainer = StreamTrainer.from_config(
-            hf_config, config=mode.configure(config, micro_batch_tokens), adamw=adamw, device=device, seed=seed
+            hf_config, config=mode.configure(config, micro_batch_tokens), adamw=ADAMW, device=device, seed=seed
         )
         self.settings = f"{mode}, {self._trainer.config}, packs of {self._trainer.pack_tokens}"
 

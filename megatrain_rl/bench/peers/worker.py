@@ -10,9 +10,8 @@ import socket
 
 import torch
 
-from megatrain_rl.batch import pack_sequences
 from megatrain_rl.bench.arguments import Case, parse_case, read_config, run_device
-from megatrain_rl.bench.data import PolicyGradientSurrogate, random_sequences
+from megatrain_rl.bench.data import PolicyGradientSurrogate, packed_batches
 from megatrain_rl.bench.peers.engine import PeerEngine
 from megatrain_rl.bench.series import GIB, run_series
 from megatrain_rl.bench.shapes import shape_config
@@ -62,11 +61,10 @@ def run_case(engine: PeerEngine, case: Case, arguments: argparse.Namespace) -> d
     """Figures of one case: see `run` for their meaning."""
     vocab = shape_config(arguments.shape).vocab_size
     count = arguments.warmup + arguments.steps
-    batches = []
-    for seed in range(arguments.seed, arguments.seed + count):
-        sequences = random_sequences(case.tokens, arguments.mean_length, vocab, seed=seed)
-        packs = pack_sequences(sequences, max_tokens=engine.pack_tokens)
-        batches.append((packs, PolicyGradientSurrogate(packs, seed=seed)))
+    data = packed_batches(
+        case.tokens, arguments.mean_length, vocab, max_tokens=engine.pack_tokens, seed=arguments.seed, count=count
+    )
+    batches = [(packs, PolicyGradientSurrogate(packs, seed=arguments.seed + i)) for i, packs in enumerate(data)]
     lines: list[str] = []
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -7,8 +7,9 @@ from transformers import PretrainedConfig
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.data import PolicyGradientSurrogate
-from megatrain_rl.bench.peers.engine import BETAS, CLIP_GRAD, EPS, LR, WEIGHT_DECAY
+from megatrain_rl.bench.peers.engine import ADAMW
 from megatrain_rl.bench.peers.model import MicroBatch, PeerModel
+from megatrain_rl.optim.library import deepspeed_cpu_adam
 
 
 def zero3_config() -> dict:
@@ -19,7 +20,7 @@ def zero3_config() -> dict:
         # set by hand around each backward: packs differ in number from step to step
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
-        "gradient_clipping": CLIP_GRAD,
+        "gradient_clipping": ADAMW.clip_grad,
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "cpu"},
@@ -39,7 +40,6 @@ def zero3_config() -> dict:
 class Zero3Engine:
     def __init__(self, config: PretrainedConfig, device: torch.device, *, micro_batch_tokens: int, seed: int):
         import deepspeed
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
@@ -51,9 +51,7 @@ class Zero3Engine:
         model.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        optimizer = DeepSpeedCPUAdam(
-            model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True
-        )
+        optimizer = deepspeed_cpu_adam(model.parameters(), ADAMW)
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=zero3_config())
         zero = DeepSpeedZeroConfig(**zero3_config()["zero_optimization"]).model_dump_json()
         self.settings = f"deepspeed {deepspeed.__version__}, ZeRO config {zero}, micro-batches of {micro_batch_tokens}"
