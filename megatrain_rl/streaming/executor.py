@@ -32,7 +32,7 @@ from megatrain_rl.streaming.head_pass import HeadPass, HeadWeights
 from megatrain_rl.streaming.hidden import HiddenStates
 from megatrain_rl.streaming.schedule import Kind, LayerSchedule, Visit
 from megatrain_rl.transfer.activations import ActivationStore
-from megatrain_rl.transfer.arena import cap_device_memory, reserve_device_memory
+from megatrain_rl.transfer.arena import cap_device_memory, release_cached_memory, reserve_device_memory
 from megatrain_rl.transfer.grad_slabs import GradSlabPool
 from megatrain_rl.transfer.lanes import Lanes
 from megatrain_rl.transfer.weight_ring import WeightRing
@@ -85,6 +85,7 @@ class StreamExecutor:
         self._dtype = dtype
         self._interval = config.checkpoint_interval
         self._pack_multiple = PACK_MULTIPLE if compiled else 1
+        release_cached_memory(device)
         cap_device_memory(device, self, plan.gpu_cap_bytes)
         self._lanes = Lanes.on(device)
         self._runner = LayerRunner(spec, device, dtype, backend, compiled)

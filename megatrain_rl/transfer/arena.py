@@ -24,6 +24,7 @@ class DeviceArena:
         self._pool: torch.cuda.MemPool | None = None
         if device.type == "cuda" and arena_bytes:
             with torch.cuda.device(device):  # a pool belongs to the device that is current when it is made
+                self._device = torch.device("cuda", torch.cuda.current_device())
                 self._pool = torch.cuda.MemPool()
             with self.allocating():
                 reserve_device_memory(device, arena_bytes)
@@ -41,8 +42,25 @@ class DeviceArena:
 def reserve_device_memory(device: torch.device, reserved_bytes: int) -> None:
     """Take a segment of this size from the driver, or find one that is free, and give it back to the cache at once. What the process
     keeps for ever must have been allocated before, or the segment could never be returned."""
-    if device.type == "cuda":
+    if device.type != "cuda":
+        return
+    try:
         torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        held, (free, _) = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)
+        raise RuntimeError(
+            f"no {reserved_bytes / 1e9:.2f} GB of GPU memory to reserve: the card has {free / 1e9:.2f} GB free, and this process "
+            f"already holds {held / 1e9:.2f} GB, which gpu_budget_gb covers too; free what the process holds beside the trainer, "
+            "leave the card more room, or change gpu_budget_gb"
+        ) from error
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Back to the driver with what this process has cached. Without it the workspaces of a new owner would be cut from a large segment
+    that an earlier one left, and hold all of it."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 def cap_device_memory(device: torch.device, owner: object, cap_bytes: int | None) -> None:
