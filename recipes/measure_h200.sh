@@ -11,13 +11,12 @@ bench() { "${PYTHON:-python3}" -m megatrain_rl.cli bench "$@"; }
 step() {
     local record=$records/step_h200.json
     rm -f "$record"
-    # the largest case first: room for layer inputs then grows once
-    bench step --shape qwen2.5-7b --case 7b-131k=131072 --case 7b-32k=32768 --case 7b-16k=16384 --steps 3 --warmup 2 \
+    bench step --shape qwen2.5-7b --case 7b-16k=16384 --case 7b-131k=131072 --case 7b-32k=32768 --steps 3 --warmup 2 \
         --trace "$records/step_h200_trace.json.gz" --trace-picture "$records/step_h200_trace.png" --json "$record"
-    bench step --shape qwen2.5-7b --case 7b-32k-6gb=32768 --steps 3 --set gpu_budget_gb=6 --json "$record" --append
+    bench step --shape qwen2.5-7b --case 7b-32k-6gb=32768 --steps 3 --settle 4 --set gpu_budget_gb=6 --json "$record" --append
     # as many layers as 128 GiB hold beside 65k tokens of layer inputs
-    bench step --shape qwen2.5-14b --layers 22 --case 14b-65k=65536 --steps 3 --json "$record" --append
-    bench step --shape qwen3-32b --layers 13 --case 32b-65k=65536 --steps 3 --json "$record" --append
+    bench step --shape qwen2.5-14b --layers 22 --case 14b-65k=65536 --steps 3 --settle 3 --warmup 1 --json "$record" --append
+    bench step --shape qwen3-32b --layers 13 --case 32b-65k=65536 --steps 3 --settle 3 --warmup 1 --json "$record" --append
     bench logprob --shape qwen2.5-7b --case 7b-logprob-32k=32768 --steps 5 --json "$record" --append
 }
 

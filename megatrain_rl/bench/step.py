@@ -68,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-overlap", action="store_true", help="the optimizer starts after backward")
     parser.add_argument("--schedule", choices=("layer-major", "reference"), default="layer-major")
     parser.add_argument("--micro-batch-tokens", type=int, default=4096, help="of the reference schedule")
+    parser.add_argument(
+        "--settle",
+        type=int,
+        default=6,
+        help="steps of the first case before all others: while second moments know only a few gradients, an update beneath backward "
+        "leaves many elements for a second look",
+    )
     parser.add_argument("--trace", type=Path, help="profile one more step of the last case into this chrome trace")
     parser.add_argument("--trace-picture", type=Path, help="draw that trace's timeline into this PNG")
     add_settings(parser)
@@ -83,6 +90,8 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         check_writable(path, option)
     if arguments.trace_picture and not arguments.trace:
         raise ValueError("--trace-picture needs --trace, which it is drawn from")
+    if arguments.settle < 0:
+        raise ValueError(f"--settle {arguments.settle}: must not be negative")
     device = run_device()
     ceilings = measure_ceilings(device, record, quick=arguments.quick)
     started = time.perf_counter()
@@ -91,6 +100,9 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     )
     try:
         record.say(describe(arguments.shape, trainer, time.perf_counter() - started))
+        work = Workload(cases[0], trainer, mode, arguments, count=arguments.settle)
+        for i in range(arguments.settle):
+            record.say(f"settle {i}: {work.step(i)}")
         for case in cases:
             _run_case(case, trainer, mode, arguments, ceilings, record)
         if arguments.trace:

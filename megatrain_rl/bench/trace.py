@@ -74,7 +74,10 @@ def timeline_rows(
         if row is not None:
             rows[row].append(((event["ts"] - begin) / 1e6, event["dur"] / 1e6))
     if host_intervals:
-        rows["host AdamW"] = [(start - trace.started, end - start) for start, end in host_intervals]
+        # what ended before the step began is of earlier ones
+        rows["host AdamW"] = [
+            (start - trace.started, end - start) for start, end in host_intervals if end > trace.started
+        ]
     return rows
 
 

@@ -9,7 +9,7 @@ stored; the random bits depend on `key` and the element's index alone.
 
 A step that may have to be taken back is taken in two parts. GUARDED leaves out the elements whose g^2 is more than `guard` times v, for
 which the inverse would lose m and v in rounding; FINISH steps those. UNDO solves the update for the old w, m, v of what GUARDED stepped.
-GUARDED then FINISH is STEP to the bit.
+GUARDED then FINISH is STEP to the bit. GUARDED marks where it left elements, so that FINISH need not look through all.
 """
 
 import ctypes
@@ -32,6 +32,8 @@ class Mode(enum.IntEnum):
     UNDO = 3
 
 
+# The native kGrain: elements that share a mark of what is left.
+LEFT_GRAIN = 4096
 # The native kNegligible.
 _NEGLIGIBLE = 2.0**-100
 # guard times (1 - beta2), by the moments' dtype. v then loses at most a few hundred (fp32) or 3 (bf16) units in the last place to an
@@ -101,12 +103,15 @@ def adamw_native(
     *,
     key: int = 0,
     mode: Mode = Mode.STEP,
+    left: Tensor | None = None,
 ) -> int:
     """In place on flat CPU tensors (N,): weight bf16 with an int16 residual, or fp32 with None; grad, and m with v, bf16 or fp32.
 
-    key: 32 bits that choose the random bits of bf16 moments. Returns how many elements are beyond the guard.
+    key: 32 bits that choose the random bits of bf16 moments. left: uint8 (ceil(N / LEFT_GRAIN),), marks that GUARDED writes and FINISH
+    goes by; None: FINISH goes through all. Returns how many elements are beyond the guard.
     """
     _check(weight, residual, grad, m, v)
+    assert left is None or (left.dtype == torch.uint8 and left.shape == (-(-weight.numel() // LEFT_GRAIN),))
     pointer = ctypes.c_void_p
     function = load_library("adamw").megatrain_adamw
     function.restype = ctypes.c_int64
@@ -119,6 +124,7 @@ def adamw_native(
         ctypes.c_int64(weight.numel()),
         (ctypes.c_float * 13)(*astuple(scalars)),
         ctypes.c_uint32(key),
+        pointer(None if left is None else left.data_ptr()),
         ctypes.c_int(residual is not None),
         ctypes.c_int(grad.dtype == torch.bfloat16),
         ctypes.c_int(m.dtype == torch.bfloat16),

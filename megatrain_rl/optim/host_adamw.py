@@ -24,7 +24,7 @@ from megatrain_rl.host.gradients import HostGradients
 from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.host.store import HostStore
 from megatrain_rl.model.decoder import Block, DecoderSpec
-from megatrain_rl.ops.adamw import AdamWScalars, Mode, adamw_native
+from megatrain_rl.ops.adamw import LEFT_GRAIN, AdamWScalars, Mode, adamw_native
 from megatrain_rl.ops.build import load_library
 from megatrain_rl.optim.library import LibraryAdamW, deepspeed_adamw, torch_adamw
 
@@ -122,6 +122,7 @@ class HostAdamW:
         self._closing = False
         self._guess: _Guess | None = None
         self._left: dict[int, int] = {}  # by block of the last guess that was stepped: elements left for Mode.FINISH
+        self._marks: dict[int, Tensor] = {}  # where they are
         self._worker = threading.Thread(target=self._run, name="host-adamw", daemon=True)
         self._worker.start()
 
@@ -284,4 +285,10 @@ class HostAdamW:
         key = (each.step * 0x9E3779B1 + self._index[block.name] * 0x85EBCA77) & 0xFFFFFFFF
         if each.mode is Mode.UNDO:
             key ^= 0x5BD1E995
-        return adamw_native(*arrays, each.scalars, self._threads, key=key, mode=each.mode)
+        return adamw_native(*arrays, each.scalars, self._threads, key=key, mode=each.mode, left=self._left_marks(block))
+
+    def _left_marks(self, block: Block) -> Tensor:
+        i = self._index[block.name]
+        if i not in self._marks:
+            self._marks[i] = torch.empty(-(-block.layout.numel // LEFT_GRAIN), dtype=torch.uint8)
+        return self._marks[i]

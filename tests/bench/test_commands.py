@@ -10,7 +10,21 @@ from megatrain_rl.bench import step as step_module
 from megatrain_rl.cli import main
 from megatrain_rl.trainer import StreamTrainer
 
-STEP = ("step", "--shape", "tiny", "--layers", "2", "--mean-length", "20", "--steps", "3", "--warmup", "1")
+STEP = (
+    "step",
+    "--shape",
+    "tiny",
+    "--layers",
+    "2",
+    "--mean-length",
+    "20",
+    "--steps",
+    "3",
+    "--warmup",
+    "1",
+    "--settle",
+    "1",
+)
 PACKS = ("--set", "pack_tokens=64")
 STEP_METRICS = {
     "step_s", "useful_tflops", "matmul_fraction", "matmul_burst_fraction", "speed_of_light", "tokens_per_s", "host_rss_gib",
@@ -43,7 +57,7 @@ def test_step_serves_several_cases_with_one_load(run_bench, calls, monkeypatch):
         step_module.StreamTrainer, "from_config", lambda *a, **k: loads.append(1) or from_config(*a, **k)
     )
     written = run_bench(*STEP, *PACKS, "--case", "long=200", "--case", "short=60")
-    assert loads == [1] and calls.count("update") == 8
+    assert loads == [1] and calls.count("update") == 1 + 8
     assert all(call == "update" or call[1] for call in calls), "an update follows, so the optimizer may begin"
     for case, tokens in (("long", 200), ("short", 60)):
         figures = written.figures(case)
@@ -52,12 +66,12 @@ def test_step_serves_several_cases_with_one_load(run_bench, calls, monkeypatch):
     assert sum(line.startswith("step ") for line in written.raw) == 6
     assert sum(line.startswith("warm-up ") for line in written.raw) == 2
     norms = [float(line.split("grad norm ")[1]) for line in written.raw if "grad norm" in line]
-    assert len(norms) == 8 and max(norms) < 0.5, "clipping must not change what is measured"
+    assert len(norms) == 1 + 8 and max(norms) < 0.5, "clipping must not change what is measured"
 
 
 def test_reference_schedule_is_one_sweep_per_micro_batch(run_bench, calls):
     written = run_bench(*STEP, "--case", "a=200", "--schedule", "reference", "--micro-batch-tokens", "64")
-    assert calls.count("update") == 4
+    assert calls.count("update") == 1 + 4
     sweeps = calls[: calls.index("update")]
     assert len(sweeps) >= 4 and set(sweeps) == {(1, False)}
     assert any("checkpoint_interval=4" in line for line in written.raw)
@@ -137,6 +151,7 @@ def test_adam_without_deepspeed_has_a_line_and_no_figure(run_bench, monkeypatch)
         (("step", "--shape", "tiny", "--case", "a=1", "--case", "a=2"), "--case"),
         (("step", "--shape", "tiny", "--steps", "2"), "--steps 2"),
         (("step", "--shape", "tiny", "--warmup", "-1"), "--warmup -1"),
+        (("step", "--shape", "tiny", "--settle", "-1"), "--settle -1"),
         (("step", "--shape", "tiny", "--set", "pack_token=3"), "--set pack_tokens"),
         (("step", "--shape", "tiny", "--set", "pack_tokens"), "--set pack_tokens"),
         (("step", "--shape", "tiny", "--trace-picture", "t.png"), "--trace-picture"),

@@ -29,7 +29,7 @@ def trace(tmp_path, request) -> Trace:
 
 
 def test_rows(trace):
-    rows = timeline_rows(trace, host_intervals=[(50.5, 51.0), (52.0, 52.25)])
+    rows = timeline_rows(trace, host_intervals=[(40.0, 41.0), (50.5, 51.0), (52.0, 52.25)])
     assert rows == {
         "compute": [(0.5, 0.25), (0.8, 1e-5), (2.1, 2e-5)],
         "H2D": [(1.0, 0.1)],

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from megatrain_rl.ops import build
-from megatrain_rl.ops.adamw import AdamWScalars, Mode, adamw_native, adamw_reference, join_master, split_master
+from megatrain_rl.ops.adamw import (
+    LEFT_GRAIN,
+    AdamWScalars,
+    Mode,
+    adamw_native,
+    adamw_reference,
+    join_master,
+    split_master,
+)
 
 U = 2.0**-24  # half a unit in the last place of 1, relative: what one fp32 operation may be off by
 BF16_ULP = 2.0**-7  # most that a stochastic rounding may be off by, relative
@@ -110,13 +118,40 @@ def test_guarded_then_finish_is_the_step_to_the_bit(moments, grad_dtype, beta2, 
 def check_guard(start, scalars):
     stepped, now = clone(start), clone(start)
     left = beyond_guard(start, scalars)
+    grains = -(-left.numel() // LEFT_GRAIN)
+    marks = torch.full((grains,), 7, dtype=torch.uint8)
     assert 0.02 * left.numel() < left.sum() < 0.9 * left.numel()
     assert adamw_native(*stepped, scalars, 2, key=9) == left.sum()
-    assert adamw_native(*now, scalars, 2, key=9, mode=Mode.GUARDED) == left.sum()
+    assert adamw_native(*now, scalars, 2, key=9, mode=Mode.GUARDED, left=marks) == left.sum()
     assert_same_bits(now, start, left)
     assert_same_bits(now, stepped, ~left)
     assert torch.equal(beyond_guard(now, scalars), left)
+    assert torch.equal(marks, torch.stack([part.any() for part in left.split(LEFT_GRAIN)]).to(torch.uint8))
+    by_marks = clone(now)
     assert adamw_native(*now, scalars, 2, key=9, mode=Mode.FINISH) == left.sum()
+    assert_same_bits(now, stepped)
+    assert adamw_native(*by_marks, scalars, 2, key=9, mode=Mode.FINISH, left=marks) == left.sum()
+    assert_same_bits(by_marks, stepped)
+
+
+def test_finish_reads_marked_grains_alone():
+    start = arrays(3 * 65536 + 77, split=True, grad_dtype=torch.bfloat16)
+    start[4].fill_(1.0)
+    for i in (0, 4095, 9 * LEFT_GRAIN + 5, 2 * 65536, start[2].numel() - 1):
+        start[4][i], start[2][i] = 1e-12, 1.0
+    scalars = AdamWScalars.of(**SETTINGS)
+    marks = torch.empty(-(-start[2].numel() // LEFT_GRAIN), dtype=torch.uint8)
+    stepped, now = clone(start), clone(start)
+    adamw_native(*stepped, scalars, 2)
+    assert adamw_native(*now, scalars, 3, mode=Mode.GUARDED, left=marks) == 5
+    assert marks.nonzero().flatten().tolist() == [0, 9, 32, 48]
+    some = clone(now)
+    marks[9] = 0
+    assert adamw_native(*some, scalars, 3, mode=Mode.FINISH, left=marks) == 4
+    grain = slice(9 * LEFT_GRAIN, 10 * LEFT_GRAIN)
+    assert_same_bits(some, now, grain)
+    marks[9] = 1
+    assert adamw_native(*now, scalars, 3, mode=Mode.FINISH, left=marks) == 5
     assert_same_bits(now, stepped)
 
 

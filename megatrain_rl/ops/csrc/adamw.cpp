@@ -10,6 +10,7 @@
 // A guarded step leaves an element as it is when its squared gradient is more than `guard` times its second moment: taking such a step
 // back would lose the old moments in rounding. Because a step makes v at least (1 - beta2) g^2 and guard is well above 1 / (1 - beta2),
 // g^2 > guard v holds afterwards for exactly the elements that were left, so Finish finds and steps them, and Undo leaves them alone.
+// A guarded step marks the grains of kGrain elements with one left, and Finish reads no others.
 //
 // Each array is read and written once. The inner loops have a fixed trip count so that the compiler turns them into vector
 // code of whatever width the processor has.
@@ -27,6 +28,8 @@ constexpr float kNegligible = 0x1p-100f;
 // Elements a thread takes at a time: 64 Ki are 26 x 64 KiB of traffic, long enough for the prefetchers, short enough that a thread
 // which the scheduler put aside does not hold up the others.
 constexpr int64_t kPiece = 65536;
+// ops/adamw.py knows this number. A few elements left in a block of 200 million are then no second pass over it.
+constexpr int64_t kGrain = 4096;
 
 struct Scalars {
   float beta1, beta2, one_minus_beta1, one_minus_beta2, decay, step_size, inv_sqrt_bias2, eps, grad_scale;
@@ -142,23 +145,29 @@ inline int one(const Weights& weights, const Grad* grad, const Moments& moments,
 }
 
 template <int mode, class Weights, class Grad, class Moments>
-int64_t run(const Weights weights, const Grad* grad, const Moments moments, int64_t n, const Scalars s, int threads) {
+int64_t run(const Weights weights, const Grad* grad, const Moments moments, int64_t n, const Scalars s, uint8_t* left, int threads) {
   const int64_t pieces = (n + kPiece - 1) / kPiece;
   int64_t total = 0;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(+ : total)
   for (int64_t p = 0; p < pieces; ++p) {
-    const int64_t start = p * kPiece, end = start + kPiece < n ? start + kPiece : n;
-    const int64_t whole = start + (end - start) / kLanes * kLanes;
-    int count = 0;
-    for (int64_t i = start; i < whole; i += kLanes) {
-      // counted apart: gcc turns the same loop with a reduction into code five times as slow
-      int guarded[kLanes];
+    const int64_t last = (p + 1) * kPiece < n ? (p + 1) * kPiece : n;
+    for (int64_t start = p * kPiece; start < last; start += kGrain) {
+      uint8_t* const mark = left ? left + start / kGrain : nullptr;
+      if (mode == kFinish && mark && !*mark) continue;
+      const int64_t end = start + kGrain < last ? start + kGrain : last;
+      const int64_t whole = start + (end - start) / kLanes * kLanes;
+      int count = 0;
+      for (int64_t i = start; i < whole; i += kLanes) {
+        // counted apart: gcc turns the same loop with a reduction into code five times as slow
+        int guarded[kLanes];
 #pragma omp simd
-      for (int64_t k = 0; k < kLanes; ++k) guarded[k] = one<mode>(weights, grad, moments, i + k, s);
-      for (int64_t k = 0; k < kLanes; ++k) count += guarded[k];
+        for (int64_t k = 0; k < kLanes; ++k) guarded[k] = one<mode>(weights, grad, moments, i + k, s);
+        for (int64_t k = 0; k < kLanes; ++k) count += guarded[k];
+      }
+      for (int64_t i = whole; i < end; ++i) count += one<mode>(weights, grad, moments, i, s);
+      if (mode == kGuardedStep && mark) *mark = count > 0;
+      total += count;
     }
-    for (int64_t i = whole; i < end; ++i) count += one<mode>(weights, grad, moments, i, s);
-    total += count;
   }
   return total;
 }
@@ -170,13 +179,14 @@ struct Arguments {
   void *m, *v;
   int64_t n;
   Scalars s;
+  uint8_t* left;
   int weight_is_split, grad_is_bf16, moments_are_bf16, threads;
 };
 
 template <int mode, class Weights, class Moments>
 int64_t with_moments(const Arguments& a, const Weights weights, const Moments moments) {
-  if (a.grad_is_bf16) return run<mode>(weights, static_cast<const uint16_t*>(a.grad), moments, a.n, a.s, a.threads);
-  return run<mode>(weights, static_cast<const float*>(a.grad), moments, a.n, a.s, a.threads);
+  if (a.grad_is_bf16) return run<mode>(weights, static_cast<const uint16_t*>(a.grad), moments, a.n, a.s, a.left, a.threads);
+  return run<mode>(weights, static_cast<const float*>(a.grad), moments, a.n, a.s, a.left, a.threads);
 }
 
 template <int mode, class Weights>
@@ -198,10 +208,11 @@ int64_t dispatch(const Arguments& a) {
 extern "C" {
 
 // weight: uint16 bf16 bits (split) or float; residual: int16 or null; grad, m, v: bf16 bits or float; scalars: the floats of Scalars.
-// Returns for how many elements the guard held.
+// left: a byte for each grain, written by a guarded step, read by Finish; or null, and Finish reads all. Returns for how many elements
+// the guard held.
 int64_t megatrain_adamw(void* weight, int16_t* residual, const void* grad, void* m, void* v, int64_t n, const float* scalars,
-                        uint32_t key, int weight_is_split, int grad_is_bf16, int moments_are_bf16, int mode, int threads) {
-  Arguments a{weight, residual, grad, m, v, n, {}, weight_is_split, grad_is_bf16, moments_are_bf16, threads};
+                        uint32_t key, uint8_t* left, int weight_is_split, int grad_is_bf16, int moments_are_bf16, int mode, int threads) {
+  Arguments a{weight, residual, grad, m, v, n, {}, left, weight_is_split, grad_is_bf16, moments_are_bf16, threads};
   std::memcpy(&a.s, scalars, sizeof(Scalars) - sizeof(uint32_t));
   a.s.key = key;
   switch (mode) {
