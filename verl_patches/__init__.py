@@ -9,11 +9,11 @@ from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-from verl_patches import process_group_cpu, ref_in_actor
+from verl_patches import process_group_cpu, ref_in_actor, replay_buffer_poll
 
 GATE = SpecifierSet(">=0.9.1,<0.10")
 
-PATCHES = (process_group_cpu, ref_in_actor)
+PATCHES = (process_group_cpu, ref_in_actor, replay_buffer_poll)
 
 
 def install(on_import: Callable, version: str | None = None) -> None:

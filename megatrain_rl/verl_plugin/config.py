@@ -32,16 +32,20 @@ class MegaTrainEngineConfig(_KnobFields):
     reference_for_kl_loss, reference_for_kl_in_reward: a KL term reads reference log-probs, so the engine that also
         serves as the reference keeps the frozen weights. The yaml takes both from VERL's own switches.
     sync_bucket_megabytes: bucket of VERL's weight transfer; a larger tensor has to be sent from the GPU.
+    card_gb: GPU memory in GB (1e9 bytes) that trainer and rollout engine may use together; None: the whole card. See gpu_share.py.
     """
 
     strategy: str = "megatrain"
     reference_for_kl_loss: bool = False
     reference_for_kl_in_reward: bool = False
     sync_bucket_megabytes: int = 2048
+    card_gb: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
         self.stream_config()
+        if self.card_gb is not None and not self.card_gb > self.gpu_budget_gb:
+            raise ValueError(f"card_gb={self.card_gb}: must be more than gpu_budget_gb={self.gpu_budget_gb}, or null")
 
     def stream_config(self) -> StreamConfig:
         """The knobs, validated."""
@@ -57,6 +61,7 @@ _Settings = dataclasses.make_dataclass(
         ("reference_for_kl_loss", bool, False),
         ("reference_for_kl_in_reward", bool, False),
         ("sync_bucket_megabytes", int, 2048),
+        ("card_gb", float | None, None),
     ],
 )
 

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import EngineConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig
 
+from megatrain_rl.verl_plugin import gpu_share
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
 
 
@@ -18,7 +19,8 @@ def _refuse(condition: bool, setting: str, value: Any, instead: str) -> None:
 
 
 def check_run(config: DictConfig) -> None:
-    """Raise one ValueError if a run whose actor or reference is ours asks for what we do not have."""
+    """Raise one ValueError if a run whose actor or reference is ours asks for what we do not have; fill in the rollout engine's share of
+    the card."""
     roles = config.actor_rollout_ref
     critic = OmegaConf.select(config, "critic.strategy")
     for role in ("actor", "ref"):  # the streaming knobs under a role make its engine ours, whatever its strategy says
@@ -77,6 +79,7 @@ def check_run(config: DictConfig) -> None:
     loss_mode = OmegaConf.select(roles, "actor.policy_loss.loss_mode")
     per_call = "it picks tokens among those of one micro-batch, so the update would depend on how packs are cut"
     _refuse(loss_mode in ("clip_cov", "kl_cov"), "actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, per_call)
+    gpu_share.resolve(config)
 
 
 def _check_adapter(path: str | None, prefix: str) -> None:

@@ -1,0 +1,120 @@
+"""How the card is divided: the trainer's budget, the rollout engine's share, and a reserve.
+
+VERL gives a rollout engine `rollout.gpu_memory_utilization`, a fraction of the whole card, 0.5 unless set. With model_engine=megatrain the
+yaml says `auto`: the fraction follows from the budget here, in the driver and before Ray starts, and a fraction set by hand is held
+against the same sum. Nothing here makes a CUDA context. Called by preflight.py.
+"""
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+AUTO = "auto"
+# VERL's own default, for rollouts that have no share of a card.
+_UNUSED_FRACTION = 0.5
+# What an engine takes beyond its share (its CUDA graphs and context), in bytes.
+RESERVE_BYTES = 3_000_000_000
+# What an engine needs inside its share beside the weights, at least: activations and some cache.
+_LEAST_CACHE_BYTES = 2_000_000_000
+# What the driver keeps of an idle card, at most.
+_IDLE_BYTES = 1_500_000_000
+_ENGINES = ("vllm", "sglang")
+_FRACTION = "actor_rollout_ref.rollout.gpu_memory_utilization"
+_CARD = "actor_rollout_ref.actor.megatrain.card_gb"
+_BUDGET = "actor_rollout_ref.actor.megatrain.gpu_budget_gb"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """Bytes the card has, and has free."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def resolve(config: DictConfig, read_card: Callable[[], Card | None] | None = None) -> None:
+    """Put the engine's fraction into `config` where it says `auto`, and check a fraction that was set. A ValueError names what to change."""
+    rollout = config.actor_rollout_ref.rollout
+    fraction = rollout.gpu_memory_utilization
+    if fraction != AUTO and not isinstance(fraction, int | float):
+        raise ValueError(f"{_FRACTION}={fraction}: must be {AUTO} or a number in (0, 1]")
+    knobs = OmegaConf.select(config, "actor_rollout_ref.actor.megatrain")
+    name = None if OmegaConf.is_missing(rollout, "name") else rollout.name
+    if knobs is None or config.trainer.device != "cuda" or name not in _ENGINES:
+        if fraction == AUTO:
+            _set(rollout, _UNUSED_FRACTION)
+        return
+    card = (read_card or visible_card)()
+    told = None if knobs.card_gb is None else int(knobs.card_gb * 1e9)
+    if card is None:
+        if told is None and fraction == AUTO:
+            raise ValueError(
+                f"{_FRACTION}={AUTO}: the GPU's memory cannot be read on this machine; set the fraction, or {_CARD}"
+            )
+        card = None if told is None else Card(total_bytes=told, free_bytes=told)
+    if card is None:
+        return
+    idle = card.total_bytes - min(_IDLE_BYTES, card.total_bytes - card.free_bytes)
+    usable = min(idle, told or idle)
+    budget = int(knobs.gpu_budget_gb * 1e9)
+    share = usable - budget - RESERVE_BYTES if fraction == AUTO else int(fraction * card.total_bytes)
+    _check(
+        share, usable=usable, budget=budget, card=card, weights=engine_weight_bytes(config), by_hand=fraction != AUTO
+    )
+    if fraction == AUTO:
+        # rounded down, so that the sum is kept
+        _set(rollout, int(share / card.total_bytes * 1000) / 1000)
+
+
+def _set(rollout: DictConfig, fraction: float) -> None:
+    with open_dict(rollout):
+        rollout.gpu_memory_utilization = fraction
+
+
+def _check(share: int, *, usable: int, budget: int, card: Card, weights: int | None, by_hand: bool) -> None:
+    gb = lambda n: f"{n / 1e9:.1f} GB"  # noqa: E731
+    needed = budget + share + RESERVE_BYTES
+    sums = f"trainer {gb(budget)} + rollout engine {gb(share)} + reserve {gb(RESERVE_BYTES)}"
+    if by_hand and needed > usable:
+        raise ValueError(
+            f"{_FRACTION}: {sums} is more than the card's {gb(usable)}; lower it (or set {AUTO}) or lower {_BUDGET}"
+        )
+    least = _LEAST_CACHE_BYTES + (weights or 0)
+    if share < least:
+        holds = f"the weights ({gb(weights)}) and a cache" if weights else "a cache"
+        raise ValueError(
+            f"a card of {gb(usable)} leaves the rollout engine {gb(max(0, share))} beside a trainer of {gb(budget)}, too little for {holds}: "
+            f"lower {_BUDGET}, set actor_rollout_ref.rollout.quantization=fp8, or use a larger card"
+        )
+    if needed > card.free_bytes:
+        raise ValueError(
+            f"{sums} is more than the {gb(card.free_bytes)} that are free on the card: another process uses it. End that process, or "
+            f"set {_CARD} to what this run may use"
+        )
+
+
+def engine_weight_bytes(config: DictConfig) -> int | None:
+    """What the rollout engine's weights take, from the files of a local model; None for a model that is not here yet."""
+    files = list(Path(os.path.expanduser(str(config.actor_rollout_ref.model.path))).glob("*.safetensors"))
+    if not files:
+        return None
+    total = sum(file.stat().st_size for file in files)
+    return total // 2 if config.actor_rollout_ref.rollout.get("quantization") == "fp8" else total
+
+
+def visible_card() -> Card | None:
+    """The first card CUDA would see, asked of nvidia-smi; None without one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if not visible:
+        return None
+    command = ["nvidia-smi", "-i", visible, "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        total, free = (int(mib) << 20 for mib in out.strip().splitlines()[0].split(","))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    return Card(total_bytes=total, free_bytes=free)

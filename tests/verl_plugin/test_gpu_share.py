@@ -1,0 +1,133 @@
+"""The division of the card: sums, what is refused, and that nothing else is touched."""
+
+import pytest
+import verl  # noqa: F401  (loads the plug-in)
+from hydra import compose, initialize_config_module
+from omegaconf import open_dict
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from megatrain_rl.verl_plugin import gpu_share
+from megatrain_rl.verl_plugin.gpu_share import Card, resolve, visible_card
+
+GIB = 2**30
+H100 = Card(total_bytes=80 * GIB, free_bytes=79 * GIB)
+H200 = Card(total_bytes=140 * GIB, free_bytes=139 * GIB)
+ACTOR = "actor_rollout_ref.actor.megatrain"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def composed(*overrides: str):
+    base = [
+        "model_engine=megatrain",
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=1",
+        f"{ROLLOUT}.name=vllm",
+    ]
+    base += [
+        f"actor_rollout_ref.{key}_per_gpu=2"
+        for key in ("actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size")
+    ]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=base + list(overrides))
+
+
+def share(config) -> float:
+    return config.actor_rollout_ref.rollout.gpu_memory_utilization
+
+
+def model_files(path, gb: float) -> str:
+    with (path / "model.safetensors").open("wb") as file:
+        file.truncate(int(gb * 1e9))
+    return f"actor_rollout_ref.model.path={path}"
+
+
+@pytest.mark.parametrize("card", [H100, H200])
+@pytest.mark.parametrize("told", [None, 80])
+@pytest.mark.parametrize("budget", [4, 9])
+def test_the_sum_stays_inside_the_card(card, told, budget):
+    config = composed(f"{ACTOR}.gpu_budget_gb={budget}", f"{ACTOR}.card_gb={'null' if told is None else told}")
+    resolve(config, lambda: card)
+    usable = card.free_bytes if told is None else told * 1e9
+    total = budget * 1e9 + share(config) * card.total_bytes + gpu_share.RESERVE_BYTES
+    assert usable - 0.2e9 < total <= usable
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert rollout.gpu_memory_utilization == share(config) and not rollout.enable_sleep_mode
+
+
+def test_model_that_does_not_fit_is_refused_and_fp8_halves_it(tmp_path):
+    model = model_files(tmp_path, 65.5)
+    with pytest.raises(ValueError, match=r"weights \(65.5 GB\).*lower .*gpu_budget_gb.*quantization=fp8"):
+        resolve(composed(model, f"{ACTOR}.card_gb=78"), lambda: H100)
+    config = composed(model, f"{ACTOR}.card_gb=78", f"{ROLLOUT}.quantization=fp8")
+    resolve(config, lambda: H100)
+    assert 0.7 < share(config) < 0.8
+
+
+def test_fraction_by_hand_is_kept_or_refused():
+    config = composed(f"{ROLLOUT}.gpu_memory_utilization=0.6")
+    resolve(config, lambda: H100)
+    assert share(config) == 0.6
+    with pytest.raises(
+        ValueError, match="gpu_memory_utilization: trainer 9.0 GB .* more than the card's 84.8 GB; lower it"
+    ):
+        resolve(composed(f"{ROLLOUT}.gpu_memory_utilization=0.95"), lambda: H100)
+    with pytest.raises(ValueError, match="gpu_memory_utilization=most: must be auto or a number"):
+        resolve(composed(f"{ROLLOUT}.gpu_memory_utilization=most"), lambda: H100)
+
+
+def test_a_card_in_use_is_refused():
+    busy = Card(total_bytes=80 * GIB, free_bytes=30 * GIB)
+    with pytest.raises(ValueError, match="32.2 GB that are free on the card: another process.*card_gb"):
+        resolve(composed(), lambda: busy)
+    resolve(composed(f"{ACTOR}.card_gb=32"), lambda: busy)
+
+
+def test_a_card_that_cannot_be_read():
+    with pytest.raises(ValueError, match="auto: the GPU's memory cannot be read.*card_gb"):
+        resolve(composed(), lambda: None)
+    told = composed(f"{ACTOR}.card_gb=80")
+    resolve(told, lambda: None)
+    assert share(told) == pytest.approx(68 / 80, abs=1e-3)
+    by_hand = composed(f"{ROLLOUT}.gpu_memory_utilization=0.4")
+    resolve(by_hand, lambda: None)
+    assert share(by_hand) == 0.4
+
+
+@pytest.mark.parametrize("overrides", [("trainer.device=cpu",), (f"{ROLLOUT}.name=embedded",)])
+def test_without_an_engine_on_the_card_nothing_is_asked(overrides):
+    config = composed(*overrides)
+    resolve(config, lambda: pytest.fail("asked"))
+    assert share(config) == 0.5
+
+
+def test_other_model_engines_are_left_alone():
+    config = composed("model_engine=dp")
+    resolve(config, lambda: pytest.fail("asked"))
+    assert share(config) == 0.5
+
+
+def test_card_smaller_than_the_budget_is_named():
+    with pytest.raises(Exception, match="card_gb=8.*more than gpu_budget_gb=9"):
+        omega_conf_to_dataclass(composed(f"{ACTOR}.card_gb=8").actor_rollout_ref.actor)
+
+
+def test_verls_main_resolves_before_ray(monkeypatch):
+    monkeypatch.setattr(gpu_share, "visible_card", lambda: H100)
+    config = composed()
+    with open_dict(config):
+        config.trainer.device = "cuda"
+    validate_config(config, use_reference_policy=False, use_critic=False)
+    assert share(config) == pytest.approx((79 * GIB - 12e9) / (80 * GIB), abs=1e-3)
+
+
+def test_nvidia_smi_is_read(tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text('#!/bin/sh\n[ "$2" = GPU-7 ] || exit 1\necho "81559, 81000"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7,3")
+    assert visible_card() == Card(total_bytes=81559 << 20, free_bytes=81000 << 20)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert visible_card() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_card() is None
