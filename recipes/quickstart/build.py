@@ -11,8 +11,9 @@ from pathlib import Path
 import pandas as pd
 import torch
 from task import Problem, careless_answer, draw_problems
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from megatrain_rl.bench.tokenizer import byte_level_tokenizer
 
 NUM_DEMONSTRATIONS = 4096
 NUM_TRAIN = 1024
@@ -20,28 +21,6 @@ NUM_HELD_OUT = 256
 # Sloppy enough that the warmed-up policy is right about one time in four: the rest is for GRPO to find out from the
 # reward.
 ERROR_RATE = 0.4
-
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte and three special ones; no merges, so every digit is a token of its own."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
@@ -82,7 +61,7 @@ def sft_row(problem: Problem, rng: random.Random) -> dict:
 def main() -> None:
     folder, seed = Path(sys.argv[1]), int(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
+    tokenizer = byte_level_tokenizer()
     model = build_model(tokenizer, seed)
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")

@@ -1,0 +1,74 @@
+"""examples/prepare_gsm8k.py: local files become what VERL reads, and VERL's own rule rewards the right answers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pandas = pytest.importorskip("pandas")
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "prepare_gsm8k.py"
+ROWS = [
+    {"question": "Two and three?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+    {"question": "A large one?", "answer": "It is 1,234.\n#### 1,234"},
+    {"question": "Below zero?", "answer": "#### -7"},
+]
+
+
+def prepare(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, Path]:
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    pandas.DataFrame(ROWS[:1]).to_parquet(tmp_path / "test.parquet")
+    return {"train": tmp_path / "train.jsonl", "test": tmp_path / "test.parquet"}
+
+
+def test_rows_are_verls_and_its_rule_rewards_them(files, tmp_path):
+    done = prepare(tmp_path / "out", "--train", files["train"], "--test", files["test"])
+    assert done.returncode == 0, done.stderr
+    train, test = (pandas.read_parquet(tmp_path / "out" / f"{s}.parquet") for s in ("train", "test"))
+    assert (len(train), len(test)) == (3, 1)
+    [message] = train["prompt"][0]
+    assert (
+        message["role"] == "user" and message["content"].startswith("Two and three? ") and "####" in message["content"]
+    )
+    assert [r["ground_truth"] for r in train["reward_model"]] == ["5", "1234", "-7"]
+    reward = pytest.importorskip("verl.utils.reward_score").default_compute_score
+    for row in train.to_dict("records"):
+        truth = row["reward_model"]["ground_truth"]
+        assert reward(row["data_source"], row["extra_info"]["answer"], truth) == 1
+        assert reward(row["data_source"], "#### 99", truth) == 0
+
+
+def test_limit(files, tmp_path):
+    prepare(tmp_path / "out", "--train", files["train"], "--test", files["test"], "--limit", 2)
+    assert len(pandas.read_parquet(tmp_path / "out" / "train.parquet")) == 2
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        ('{"question": "q", "answer": "no number"}', "answer 'no number' does not end with '#### NUMBER'"),
+        ('{"question": "q"}', "no column answer"),
+        (None, "no such file"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(files, tmp_path, content, expected):
+    bad = tmp_path / "bad.jsonl"
+    if content:
+        bad.write_text(content)
+    done = prepare(tmp_path / "out", "--train", bad, "--test", files["test"])
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("prepare_gsm8k: ") and expected in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_local_files_go_together(files, tmp_path):
+    done = prepare(tmp_path / "out", "--train", files["train"])
+    assert done.returncode == 2 and "--train and --test go together" in done.stderr
