@@ -1,0 +1,57 @@
+"""A weight sync to a rollout engine that has died ends, with an error.
+
+Symptom: the engine's process dies (or fails while it loads weights); the run then stays in `update_weights` for ever, without a message.
+Cause: the sender waits on its socket without a limit, for an answer that only the engine's worker sends.
+Upstream: verl 0.9.1, workers/rollout/vllm_rollout/bucketed_weight_transfer.py: BucketedWeightSender._init_socket and every `recv`. No issue known.
+Remove when: the sender has a time limit of its own.
+"""
+
+import functools
+import os
+from types import ModuleType
+
+MODULE = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
+
+# Of one answer, so of loading one bucket; seconds. An engine answers within a second or two.
+LIMIT_SECONDS = 45.0
+LIMIT_VARIABLE = "MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT"
+
+
+def limit_seconds() -> float:
+    """LIMIT_SECONDS, or what MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT says."""
+    given = os.environ.get(LIMIT_VARIABLE)
+    try:
+        limit = LIMIT_SECONDS if given is None else float(given)
+    except ValueError:
+        limit = -1.0
+    if not limit > 0:
+        raise ValueError(f"{LIMIT_VARIABLE}={given}: must be a number of seconds above 0")
+    return limit
+
+
+def apply(module: ModuleType) -> None:
+    import zmq
+
+    sender = module.BucketedWeightSender
+    init_socket, send_weights = sender._init_socket, sender.async_send_weights
+
+    @functools.wraps(init_socket)
+    def _init_socket(self) -> None:
+        init_socket(self)
+        limit = int(limit_seconds() * 1000)
+        self.socket.setsockopt(zmq.RCVTIMEO, limit)
+        self.socket.setsockopt(zmq.SNDTIMEO, limit)
+        self.socket.setsockopt(zmq.LINGER, 0)
+
+    @functools.wraps(send_weights)
+    async def async_send_weights(self, weights) -> None:
+        try:
+            await send_weights(self, weights)
+        except zmq.Again as error:
+            raise RuntimeError(
+                f"the rollout engine took no weights for {limit_seconds():g} s: it has died or hangs, its own error stands above. "
+                f"(Limit: {LIMIT_VARIABLE}.)"
+            ) from error
+
+    sender._init_socket = _init_socket
+    sender.async_send_weights = async_send_weights
