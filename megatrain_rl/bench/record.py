@@ -26,10 +26,11 @@ class Result:
 
 
 class Record:
-    """raw: every line printed. results: the figures, rounded to four significant digits."""
+    """raw: every line printed. results: the figures, rounded to four significant digits. argv: of `megatrain-rl`; or command: what was run
+    instead."""
 
-    def __init__(self, argv: Sequence[str]):
-        self._argv = list(argv)
+    def __init__(self, argv: Sequence[str], command: str | None = None):
+        self._command = command_line(argv) if command is None else command
         self.raw: list[str] = []
         self.results: list[Result] = []
 
@@ -44,7 +45,7 @@ class Record:
 
     def write(self, path: Path, *, append: bool = False) -> None:
         """append: to a record that is there, of the same commit and machine; a case measured again takes the place of the old one."""
-        content = {"command": command_line(self._argv), **environment(), "raw": self.raw}
+        content = {"command": self._command, **environment(), "raw": self.raw}
         content["results"] = [vars(result) for result in self.results]
         if append and path.exists():
             content = _joined(json.loads(path.read_text()), content)

@@ -1,0 +1,94 @@
+"""The record of a GRPO run: medians of its steady steps, peaks of the whole run.
+
+    python recipes/grpo_record.py OUTPUT_DIR CASE --command "bash recipes/..." --json recipes/records/NAME.json [--append]
+
+Reads what a run_*.sh recipe leaves in OUTPUT_DIR: metrics.jsonl (VERL's metrics) and megatrain/run.jsonl (memory). The first steps
+(--skip 2), in which things compile, are shown but not counted.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from megatrain_rl.bench.record import Record, check_append, check_writable
+from megatrain_rl.verl_plugin import run_report
+
+# metric of the record: VERL's or the monitor's name, unit
+METRICS = {
+    "step_s": ("timing_s/step", "s"),
+    "generate_s": ("timing_s/gen", "s"),
+    "old_log_prob_s": ("timing_s/old_log_prob", "s"),
+    "reference_s": ("timing_s/ref", "s"),
+    "update_s": ("timing_s/update_actor", "s"),
+    "weight_sync_s": ("timing_s/update_weights", "s"),
+    "optimizer_wait_s": (run_report.OPTIMIZER_WAIT, "s"),
+    "tokens_per_s": ("perf/throughput", "1/s"),
+    "prob_gap_mean": ("training/rollout_probs_diff_mean", ""),
+    "log_prob_gap_mean": ("megatrain/rollout_log_prob_gap_mean", "nat"),
+}
+PEAKS = {
+    "trainer_process_peak_gib": "trainer_gpu_gib",
+    "engine_process_peak_gib": "engine_gpu_gib",
+    "both_processes_peak_gib": "both_gpu_gib",
+    "host_rss_gib": "run_rss_gib",
+}
+
+
+def read_steps(folder: Path) -> dict[int, dict[str, float]]:
+    """Metrics by step."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        steps.setdefault(entry["step"], {}).update(entry["data"])
+    return {step: data for step, data in sorted(steps.items()) if "timing_s/step" in data}
+
+
+def peak_gib(lines: list[dict], column: str) -> float | None:
+    highs = [pair[1] for line in lines for pair in line["memory"].get(column, []) if pair]
+    return max(highs, default=None)
+
+
+def fill(record: Record, case: str, folder: Path, skip: int) -> None:
+    steps = read_steps(folder)
+    steady = list(steps.values())[skip:]
+    if len(steady) < 3:
+        raise ValueError(
+            f"{folder}: {len(steps)} steps, of which --skip {skip} leaves {len(steady)}; at least 3 are needed"
+        )
+    for number, data in steps.items():
+        shown = ", ".join(f"{name} {data[key]:.4g}" for name, (key, _) in METRICS.items() if key in data)
+        record.say(f"{case} step {number}{' (not counted)' if number <= min(steps) + skip - 1 else ''}: {shown}")
+    for name, (key, unit) in METRICS.items():
+        values = [data[key] for data in steady if key in data]
+        if values:
+            record.result(case, name, statistics.median(values), unit)
+    lines = run_report.read(folder / "megatrain")
+    for name, column in PEAKS.items():
+        peak = peak_gib(lines, column)
+        if peak is not None:
+            record.result(case, name, peak, "GiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("case")
+    parser.add_argument("--command", required=True, help="what was run")
+    parser.add_argument("--skip", type=int, default=2)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--append", action="store_true")
+    arguments = parser.parse_args()
+    record = Record([], command=arguments.command)
+    try:
+        check_writable(arguments.json, "--json")
+        check_append(arguments.json, arguments.append)
+        fill(record, arguments.case, arguments.folder, arguments.skip)
+    except (OSError, ValueError) as error:
+        sys.exit(f"grpo_record: {error}")
+    record.write(arguments.json, append=arguments.append)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# The record of the 7 B recipe with random weights, on one GPU told that it has 80 GB, beside 128 GiB of host memory.
+#   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [32x8]     all three without arguments
+# 8x2: 8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16. 32x8: without a KL term, moments in fp32.
+# WORK: model, data, outputs (default outputs/measure). RECORDS: where the record goes (default recipes/records). PYTHON: as in the recipes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+work=${WORK:-outputs/measure}
+record=${RECORDS:-recipes/records}/grpo_7b_h200.json
+export PYTHON=${PYTHON:-python3}
+mkdir -p "$work"
+
+prepare() {
+    [ -d "$work/model" ] || "$PYTHON" examples/make_random_model.py qwen2.5-7b "$work/model"
+    # 425 letters are, with instruction and chat format, 512 tokens of a byte-level tokenizer
+    "$PYTHON" - "$work/questions.jsonl" << 'EOF'
+import json, random, sys
+rng = random.Random(0)
+with open(sys.argv[1], "w") as file:
+    for i in range(1024):
+        file.write(json.dumps({"question": "".join(rng.choices("abcdefghij ", k=425)), "answer": f"#### {i}"}) + "\n")
+EOF
+    "$PYTHON" examples/prepare_gsm8k.py "$work/data" --train "$work/questions.jsonl" --test "$work/questions.jsonl"
+}
+
+# run CASE PROMPTS ANSWERS STEPS OVERRIDES...
+run() {
+    local case=$1 prompts=$2 answers=$3 steps=$4 out=$work/$1
+    shift 4
+    rm -rf "$out"
+    MODEL_PATH=$(cd "$work/model" && pwd) TRAIN_FILE=$work/data/train.parquet VAL_FILE=$work/data/test.parquet OUTPUT_DIR=$out \
+        bash recipes/run_qwen2_5_7b_grpo.sh data.train_batch_size="$prompts" \
+        actor_rollout_ref.actor.ppo_mini_batch_size="$prompts" actor_rollout_ref.rollout.n="$answers" \
+        actor_rollout_ref.rollout.ignore_eos=true actor_rollout_ref.actor.megatrain.card_gb=80 \
+        trainer.total_training_steps="$steps" trainer.save_freq=-1 trainer.test_freq=-1 trainer.resume_mode=disable "$@"
+    "$PYTHON" recipes/grpo_record.py "$out" "$case" --json "$record" --append \
+        --command "bash recipes/measure_grpo_h200.sh $case"
+}
+
+8x2() {
+    run 8x2 8 2 7 actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.megatrain.optimizer_state_dtype=bfloat16
+}
+
+32x8() { run 32x8 32 8 5; }
+
+for what in "${@:-prepare 8x2 32x8}"; do
+    for name in $what; do "$name"; done
+done

@@ -1,0 +1,58 @@
+"""recipes/grpo_record.py: medians of steady steps, peaks of the whole run, and runs too short for either."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "recipes" / "grpo_record.py"
+
+
+def write_run(folder: Path, seconds: list[float]) -> None:
+    (folder / "megatrain").mkdir(parents=True)
+    entries = [
+        {"step": i, "data": {"timing_s/step": s, "timing_s/gen": s / 2, "perf/throughput": 1000 / s}}
+        for i, s in enumerate(seconds, start=1)
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "\n".join(json.dumps(e) for e in [*entries, {"step": 9, "data": {"val/reward": 1}}])
+    )
+    memory = {"time": [0.0, 1.0], "trainer_gpu_gib": [[7.0, 8.0], [1.0, 8.25]], "both_gpu_gib": [None, [60.0, 71.5]]}
+    lines = [{"start": 0.0}, {"step": 1, "time": 0.0, "stages_s": {}, "metrics": {}, "memory": memory}]
+    (folder / "megatrain" / "run.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def collect(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, SCRIPT, folder, "8x2", "--command", "bash recipes/x.sh", "--json", folder / "r.json", *arguments],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_medians_and_peaks(tmp_path):
+    write_run(tmp_path, [100.0, 50.0, 10.0, 12.0, 11.0])
+    done = collect(tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    figures = {r["metric"]: (r["value"], r["unit"]) for r in record["results"]}
+    assert figures["step_s"] == (11.0, "s") and figures["generate_s"] == (5.5, "s")
+    assert figures["tokens_per_s"] == (pytest.approx(1000 / 11, rel=1e-3), "1/s")
+    assert figures["trainer_process_peak_gib"] == (8.25, "GiB") and figures["both_processes_peak_gib"] == (71.5, "GiB")
+    assert record["command"] == "bash recipes/x.sh" and {r["case"] for r in record["results"]} == {"8x2"}
+    assert [line.startswith(("8x2 step 1 (not counted)", "8x2 step 2 (not counted)")) for line in record["raw"][:3]] == [
+        True, True, False,
+    ]  # fmt: skip
+
+
+def test_a_run_that_is_too_short(tmp_path):
+    write_run(tmp_path, [3.0, 2.0, 1.0, 1.0])
+    done = collect(tmp_path)
+    assert done.returncode == 1 and "4 steps, of which --skip 2 leaves 2; at least 3" in done.stderr
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_a_folder_without_a_run(tmp_path):
+    done = collect(tmp_path)
+    assert done.returncode == 1 and "metrics.jsonl" in done.stderr and "Traceback" not in done.stderr
