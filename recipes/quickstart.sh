@@ -16,14 +16,14 @@
 #
 # Settings (environment):
 #   SEED             seeds model, data and sampling (1)
-#   ROLLOUT          embedded: on the CPU; vllm: on a GPU, by an interpreter PYTHON that has this package, VERL and vLLM, a model of 1 M
+#   ROLLOUT          embedded: on the CPU; vllm: on a GPU, by an interpreter PYTHON that has this package, VERL and vLLM, a model of 0.3 M
 #                    parameters with weights in bf16 (embedded)
 #   QUICKSTART_VENV  the venv to make or to reuse (.venv-quickstart)
 #   QUICKSTART_OUT   the output folder (outputs/quickstart/seed-$SEED)
 #   PYTHON           the interpreter for a new venv (the first of python3.12, 3.11, 3.10, python3 that fits)
 #   TORCH_SPEC       what to install if the venv has no torch (torch==2.13.0)
 #   GRPO_STEPS       GRPO steps (30)
-#   HEAD_DIM         width of the model's four heads (24; 64 with vLLM)
+#   HIDDEN           width of the model (96; 128 with vLLM)
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -170,7 +170,7 @@ case $ROLLOUT in
     ;;
   vllm)
     DEVICE=cuda DTYPE=bfloat16
-    : "${HEAD_DIM:=64}"
+    : "${HIDDEN:=128}"
     ROLLOUT_SETTINGS=(actor_rollout_ref.actor.megatrain.gpu_budget_gb=4 actor_rollout_ref.actor.megatrain.card_gb=24
       actor_rollout_ref.rollout.max_model_len=128)
     ;;
@@ -179,7 +179,7 @@ unset RAY_ADDRESS
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
 export RAY_DEDUP_LOGS=0 TQ_NUM_THREADS=2
 
-logged "building model and data" "$OUT/build.log" "$RUN_PYTHON" "$HERE/build.py" "$OUT/data" "$SEED" "${HEAD_DIM:-24}"
+logged "building model and data" "$OUT/build.log" "$RUN_PYTHON" "$HERE/build.py" "$OUT/data" "$SEED" "${HIDDEN:-96}"
 tail -n 1 "$OUT/build.log"
 warm_up
 SFT_CHECKPOINT=$OUT/sft/global_step_$SFT_STEPS/huggingface

@@ -1,9 +1,9 @@
 """Makes everything the quickstart trains on, in one folder: model/ (random Qwen2, byte-level tokenizer), sft.parquet
 (careless demonstrations), train.parquet (problems for GRPO), held_out.parquet.
 
-usage: build.py FOLDER SEED [HEAD_DIM]
+usage: build.py FOLDER SEED [HIDDEN]
 
-HEAD_DIM: of the model's four heads, 24 unless given; vLLM wants 64.
+HIDDEN: the model's width, 96 unless given, in four heads; from 128 on, in heads of 64, which vLLM wants.
 """
 
 import random
@@ -25,20 +25,20 @@ NUM_HELD_OUT = 256
 ERROR_RATE = 0.4
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, head_dim: int) -> Qwen2ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
-    heads = 4
+    heads = 4 if hidden < 128 else hidden // 64
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=heads * head_dim,
-        intermediate_size=2 * heads * head_dim,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=heads,
-        num_key_value_heads=2,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         # Qwen's 0.02 is for wide models: at this width attention would take hundreds of steps to leave the uniform.
-        initializer_range=0.1 * (24 / head_dim) ** 0.5,
+        initializer_range=0.1 * (96 / hidden) ** 0.5,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -63,10 +63,10 @@ def sft_row(problem: Problem, rng: random.Random) -> dict:
 
 def main() -> None:
     folder, seed = Path(sys.argv[1]), int(sys.argv[2])
-    head_dim = int(sys.argv[3]) if len(sys.argv) > 3 else 24
+    hidden = int(sys.argv[3]) if len(sys.argv) > 3 else 96
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_level_tokenizer()
-    model = build_model(tokenizer, seed, head_dim)
+    model = build_model(tokenizer, seed, hidden)
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     stop = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
