@@ -159,7 +159,7 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
             "lower pack_tokens or raise gpu_budget_gb"
         )
     host_bytes = _host_bytes(spec, config, train, reference)
-    host_limit = int(config.host_budget_gb * 1e9) if config.host_budget_gb else _usable_host_bytes()
+    host_limit = int(config.host_budget_gb * 1e9) if config.host_budget_gb else usable_host_bytes()
     if host_bytes > host_limit:
         pinned = " reference=mmap," if reference and config.reference == "pinned" else ""
         moments = ""
@@ -264,7 +264,7 @@ def _device_costs(spec: DecoderSpec, config: StreamConfig, slab_numel: int, trai
     )
 
 
-def _usable_host_bytes() -> int:
+def usable_host_bytes() -> int:
     """What is available now, less what Python, CUDA and other libraries of this process will still take of it."""
     available = available_host_bytes()
     return available - min(_PROCESS_HOST_BYTES, available // 10)

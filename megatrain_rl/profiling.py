@@ -26,7 +26,7 @@ class MemorySampler:
         self._error: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
-        self._gpu = _NvmlProcess() if torch.cuda.is_available() else None
+        self._gpu = GpuProcesses(uuid=_current_gpu()) if torch.cuda.is_available() else None
 
     def start(self) -> "MemorySampler":
         self._thread.start()
@@ -46,7 +46,8 @@ class MemorySampler:
     def sample(self) -> None:
         self.rss_peak_bytes = max(self.rss_peak_bytes, rss_bytes())
         if self._gpu is not None:
-            self.gpu_peak_bytes = max(self.gpu_peak_bytes, self._gpu.used_bytes())
+            [by_process] = self._gpu.used_bytes()
+            self.gpu_peak_bytes = max(self.gpu_peak_bytes, by_process.get(os.getpid(), 0))
 
     def _run(self) -> None:
         try:
@@ -56,26 +57,50 @@ class MemorySampler:
             self._error = error
 
 
-class _NvmlProcess:
-    def __init__(self):
-        try:
-            import pynvml
-        except ImportError as error:
-            raise ValueError("measuring GPU memory needs nvidia-ml-py: pip install megatrain-rl[bench]") from error
-        self._nvml = pynvml
-        pynvml.nvmlInit()
-        index = torch.cuda.current_device()
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+def _current_gpu() -> str:
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
-    def used_bytes(self) -> int:
-        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-            if process.pid == os.getpid():
-                return process.usedGpuMemory or 0
-        return 0
+
+class GpuProcesses:
+    """GPU memory by process, as NVML sees it: CUDA contexts are included, CUDA_VISIBLE_DEVICES plays no part.
+
+    uuid: of one GPU; None: every GPU of the machine. nvml: stands in for the module `pynvml`.
+    """
+
+    def __init__(self, *, uuid: str | None = None, nvml: Any = None):
+        if nvml is None:
+            try:
+                import pynvml as nvml
+            except ImportError as error:
+                raise ValueError("measuring GPU memory needs NVML: pip install nvidia-ml-py") from error
+        self._nvml = nvml
+        nvml.nvmlInit()
+        if uuid is None:
+            self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        else:
+            self._handles = [nvml.nvmlDeviceGetHandleByUUID(uuid)]
+
+    def used_bytes(self) -> list[dict[int, int]]:
+        """Bytes by process id, for each GPU."""
+        return [
+            {p.pid: p.usedGpuMemory or 0 for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            for handle in self._handles
+        ]
+
+    def device_bytes(self) -> list[int]:
+        """Bytes in use on each GPU, whoever uses them."""
+        return [self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles]
 
 
 def rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident_bytes(Path("/proc/self"))[0]
+
+
+def resident_bytes(process: Path) -> tuple[int, int]:
+    """Resident memory of a process (its folder in /proc), and the part of it that is shared or of files."""
+    _, resident, shared, *_ = (process / "statm").read_text().split()
+    page = os.sysconf("SC_PAGE_SIZE")
+    return int(resident) * page, int(shared) * page
 
 
 def environment() -> dict[str, Any]:

@@ -236,6 +236,11 @@ class StreamTrainer:
         self._require_training()
         return list(self._optimizer.intervals)
 
+    @property
+    def optimizer_wait_s(self) -> float:
+        """Seconds that whoever wanted weights has waited for the host optimizer since the start."""
+        return 0.0 if self._optimizer is None else self._store.waited_s + self._optimizer.waited_s
+
     def zero_grad(self) -> None:
         """Drop the gradients; an update that began beneath backward is taken back."""
         self._require_training()

@@ -5,6 +5,7 @@ through a few pinned staging buffers. The weight ring and the trainer see both a
 """
 
 import threading
+import time
 from typing import Protocol
 
 import torch
@@ -46,6 +47,8 @@ class HostStore:
 
     A writer (the optimizer, a checkpoint) brackets its work with `begin_write` / `end_write`; `read` waits for that block
     only. If a writer failed, `read` raises its error instead of handing out half-written weights.
+
+    waited_s: seconds that `read` has waited so far.
     """
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, *, pin: bool):
@@ -54,11 +57,15 @@ class HostStore:
         self._regions = {b.name: HostRegion(b.layout.numel, dtype, pin=pin) for b in spec.blocks}
         self._readable = {b.name: threading.Event() for b in spec.blocks}
         self._error: BaseException | None = None
+        self.waited_s = 0.0
         for event in self._readable.values():
             event.set()
 
     def read(self, block: Block) -> Tensor:
-        self._readable[block.name].wait()
+        if not self.readable(block):
+            started = time.perf_counter()
+            self._readable[block.name].wait()
+            self.waited_s += time.perf_counter() - started
         if self._error is not None:
             raise RuntimeError(
                 "the host optimizer failed; weights are incomplete, resume from a checkpoint"

@@ -87,6 +87,7 @@ class HostAdamW:
     """Steps `store` with `gradients`. `step_count` is the number of updates applied or started.
 
     can_guess: whether this optimizer can take a step back; a library's cannot, nor can moments in bf16 that forget at once.
+    waited_s: seconds that callers have waited for the whole update so far; those of one block are the store's to count.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class HostAdamW:
         self.can_guess = library is None and not (state_dtype == torch.bfloat16 and 0 < adamw.betas[1] < 0.5)
         self._state_dtype = state_dtype
         self.step_count = 0
+        self.waited_s = 0.0
         self.intervals: deque[Interval] = deque(maxlen=4096)
         # Everything below is shared with the worker and guarded by `_changed`.
         self._changed = threading.Condition()
@@ -210,8 +212,10 @@ class HostAdamW:
 
     def settle(self) -> None:
         """Until the worker is idle, whatever came of its work."""
+        started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and self._busy is None)
+        self.waited_s += time.perf_counter() - started
 
     def close(self) -> None:
         with self._changed:

@@ -13,6 +13,7 @@ from verl.workers.config import ActorConfig, EngineConfig, FSDPOptimizerConfig, 
 
 from megatrain_rl.config import AdamWConfig, StreamConfig, check_knobs
 from megatrain_rl.optim.lr_schedule import KINDS, LRSchedule
+from megatrain_rl.planner import usable_host_bytes
 from megatrain_rl.verl_plugin import register
 
 register.install()
@@ -32,6 +33,8 @@ class MegaTrainEngineConfig(_KnobFields):
     reference_for_kl_loss, reference_for_kl_in_reward: a KL term reads reference log-probs, so the engine that also
         serves as the reference keeps the frozen weights. The yaml takes both from VERL's own switches.
     sync_bucket_megabytes: bucket of VERL's weight transfer; a larger tensor has to be sent from the GPU.
+    host_reserve_gb: host RAM in GB left to what the run starts after the trainer (rollout engine, agent workers), at most a quarter
+        of what there is; not used when host_budget_gb is set.
     card_gb: GPU memory in GB (1e9 bytes) that trainer and rollout engine may use together; None: the whole card. See gpu_share.py.
     """
 
@@ -40,16 +43,28 @@ class MegaTrainEngineConfig(_KnobFields):
     reference_for_kl_in_reward: bool = False
     sync_bucket_megabytes: int = 2048
     card_gb: float | None = None
+    host_reserve_gb: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
         self.stream_config()
         if self.card_gb is not None and not self.card_gb > self.gpu_budget_gb:
             raise ValueError(f"card_gb={self.card_gb}: must be more than gpu_budget_gb={self.gpu_budget_gb}, or null")
+        if not self.host_reserve_gb >= 0:
+            raise ValueError(f"host_reserve_gb={self.host_reserve_gb}: must not be negative")
 
     def stream_config(self) -> StreamConfig:
         """The knobs, validated."""
         return StreamConfig(**{name: self[name] for name, _, _ in _STREAM_FIELDS})
+
+    def stream_config_here(self) -> StreamConfig:
+        """The knobs with a host budget in numbers: what this machine has now, without the reserve."""
+        config = self.stream_config()
+        if config.host_budget_gb is not None or not self.host_reserve_gb:
+            return config
+        usable = usable_host_bytes()
+        reserve = min(int(self.host_reserve_gb * 1e9), usable // 4)
+        return dataclasses.replace(config, host_budget_gb=(usable - reserve) / 1e9)
 
 
 _Settings = dataclasses.make_dataclass(
@@ -62,6 +77,7 @@ _Settings = dataclasses.make_dataclass(
         ("reference_for_kl_in_reward", bool, False),
         ("sync_bucket_megabytes", int, 2048),
         ("card_gb", float | None, None),
+        ("host_reserve_gb", float, 0.0),
     ],
 )
 

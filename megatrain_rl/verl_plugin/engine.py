@@ -139,7 +139,7 @@ class MegaTrainEngine(BaseEngine):
 
     def _stream_config(self) -> StreamConfig:
         if isinstance(self.engine_config, MegaTrainEngineConfig):
-            return self.engine_config.stream_config()
+            return self.engine_config.stream_config_here()
         return StreamConfig()
 
     def _keeps_reference(self) -> bool:
@@ -219,7 +219,8 @@ class MegaTrainEngine(BaseEngine):
         return {"loss": list(out.losses), "metrics": metrics}, out.stats
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
-        """VERL's, plus in RL the optimizer steps skipped so far because a loss or the gradient norm was not finite."""
+        """VERL's, plus in RL, both since the start: the optimizer steps skipped because a loss or the gradient norm was not finite, and
+        the seconds spent waiting for the host optimizer."""
         self._step_follows = True  # BaseEngine.train_batch: zero_grad, forward_backward_batch, optimizer_step
         try:
             outputs = super().train_batch(data, loss_function)
@@ -228,6 +229,8 @@ class MegaTrainEngine(BaseEngine):
         if batch.has_responses(data):
             # RL flattens lists over ranks and mini-batches and names it actor/skipped_steps; SFT would log the list
             outputs["metrics"]["skipped_steps"] = [float(self._skipped_steps)]
+            # "max" in a name: of several mini-batches VERL logs the largest, so the last
+            outputs["metrics"]["optimizer_wait_s/max"] = [self.trainer.optimizer_wait_s]
         return outputs
 
     def optimizer_zero_grad(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import EngineConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig
 
-from megatrain_rl.verl_plugin import gpu_share
+from megatrain_rl.verl_plugin import gpu_share, startup_times
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
 
 
@@ -80,6 +80,7 @@ def check_run(config: DictConfig) -> None:
     per_call = "it picks tokens among those of one micro-batch, so the update would depend on how packs are cut"
     _refuse(loss_mode in ("clip_cov", "kl_cov"), "actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, per_call)
     gpu_share.resolve(config)
+    startup_times.note_start()
 
 
 def _check_adapter(path: str | None, prefix: str) -> None:

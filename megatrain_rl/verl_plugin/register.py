@@ -30,6 +30,9 @@ def install() -> None:
     on_import("verl.workers.rollout.base", _register_rollout_adapter)
     on_import("verl.workers.rollout.replica", _register_rollout_replica)
     on_import("verl.utils.config", _check_before_ray)
+    on_import("verl.trainer.ppo.v1.trainer_base", _time_startup)
+    on_import("verl.utils.tracking", _watch_tracking)
+    on_import("verl.utils.debug.metrics", _watch_log_probs)
     hydra_groups.install(on_import)
     verl_patches.install(on_import)
     _installed = True
@@ -68,6 +71,24 @@ def _check_before_ray(module: ModuleType) -> None:
         validate(config, *args, **kwargs)
 
     module.validate_config = validate_config
+
+
+def _time_startup(module: ModuleType) -> None:
+    from megatrain_rl.verl_plugin import startup_times
+
+    startup_times.install(module)
+
+
+def _watch_tracking(module: ModuleType) -> None:
+    from megatrain_rl.verl_plugin import run_monitor
+
+    run_monitor.watch_tracking(module)
+
+
+def _watch_log_probs(module: ModuleType) -> None:
+    from megatrain_rl.verl_plugin import run_monitor
+
+    run_monitor.watch_log_probs(module)
 
 
 try:

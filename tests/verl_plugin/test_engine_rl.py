@@ -1,5 +1,7 @@
 """MegaTrainEngine on RL batches against HF, autograd and VERL's own policy loss: fp32, so tolerances are rounding."""
 
+import time
+
 import pytest
 import torch
 from verl.workers.utils.padding import response_from_nested
@@ -154,3 +156,30 @@ def test_padded_input_ids_and_groups_are_refused(tiny_model):
         infer(engine, data)
     with pytest.raises(ValueError, match="force_group_size"):
         infer(engine, v1_batch(rl_rows(), force_group_size=2))
+
+
+def test_wait_for_the_optimizer_is_reported_since_the_start(tiny_model):
+    """Each update pays for the one before; of several mini-batches VERL logs the last figure, so steps can be subtracted."""
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+    from verl.utils.metric import reduce_metrics
+
+    engine = make_engine(tiny_model)
+    step = engine.trainer._optimizer._do
+
+    def slow(block, job):
+        time.sleep(0.02)
+        step(block, job)
+
+    engine.trainer._optimizer._do = slow
+    reported = []
+    for seed in range(3):
+        metrics = train(engine, v1_batch(rl_rows(seed=seed)), policy_loss())["metrics"]
+        reported += metrics["optimizer_wait_s/max"]
+    blocks = len(engine.trainer.spec.blocks)
+    assert reported[0] < 0.01
+    assert all(later - earlier > 0.01 * blocks for earlier, later in zip(reported, reported[1:], strict=False))
+    name = "actor/optimizer_wait_s/max"
+    logged = reduce_metrics({name: reported})
+    aggregator = MetricsAggregator()
+    aggregator.add_step_metrics(logged, sample_count=4)
+    assert aggregator.get_aggregated_metrics()[name] == logged[name] == reported[-1]

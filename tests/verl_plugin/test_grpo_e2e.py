@@ -102,6 +102,18 @@ def assert_healthy(step: dict[str, float]) -> None:
     assert 0 < step["actor/entropy"] < 6
 
 
+def assert_watched(step: dict[str, float], folder: Path) -> None:
+    """Seconds of every stage, tokens/s, memory and the log-prob gap are in the log of a step; the pictures are there."""
+    stages = ("gen", "old_log_prob", "ref", "update_actor", "update_weights", "step")
+    assert all(step[f"timing_s/{stage}"] > 0 for stage in stages)
+    tokens_per_s = step["perf/total_num_tokens"] / step["timing_s/step"]
+    assert step["perf/throughput"] == pytest.approx(tokens_per_s)
+    assert 0.3 < step["megatrain/trainer_rss_peak_gib"] < step["megatrain/run_rss_peak_gib"]
+    assert 0 <= step["megatrain/rollout_log_prob_gap_mean"] <= step["megatrain/rollout_log_prob_gap_max"] < 1e-3
+    assert 0 <= step["megatrain/optimizer_wait_s"] < step["timing_s/step"]
+    assert (folder / "memory.png").stat().st_size > 10_000 and (folder / "stages.png").stat().st_size > 10_000
+
+
 def test_model_engine_trains_saves_and_resumes(workspace, device):
     """KL is 0 on the first step, grows, and goes on from the frozen reference in the resumed process."""
     knobs = "actor_rollout_ref.actor.megatrain"
@@ -116,6 +128,10 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
         assert_healthy(step)
         # the rollout samples at temperature 0.8 with the weights it was sent, the first after a resume included
         assert step["training/rollout_probs_diff_max"] < 1e-4
+        assert_watched(step, workspace / f"ckpt-{device}" / "megatrain")
+    record = (workspace / f"ckpt-{device}" / "megatrain" / "run.jsonl").read_text().splitlines()
+    # both runs: a start, their steps, and what came after the last
+    assert [json.loads(line).get("step", "start") for line in record] == ["start", 1, 2, None, "start", 3, None]
     assert abs(steps[1]["actor/kl_loss"]) < 1e-6
     assert steps[2]["actor/kl_loss"] > 1e-4 and steps[3]["actor/kl_loss"] > 1e-4
 
@@ -152,6 +168,8 @@ def test_sft(workspace, device):
     losses = [step["train/loss"] for step in steps.values()]
     assert len(losses) == 8 and losses[-1] < 0.7 * losses[0]
     assert steps[8]["val/loss"] < losses[0] and steps[8]["train/grad_norm"] > 0
+    assert all(step["megatrain/trainer_rss_peak_gib"] > 0.3 for step in steps.values())
+    assert (workspace / f"sft_ckpt-{device}" / "megatrain" / "memory.png").exists()
 
     from transformers import AutoModelForCausalLM
 

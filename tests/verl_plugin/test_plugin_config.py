@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from megatrain_rl.config import AdamWConfig, StreamConfig
+from megatrain_rl.verl_plugin import config as plugin_config
 from megatrain_rl.verl_plugin.config import MegaTrainOptimizerConfig, adamw_config, engine_config, lr_schedule
 
 OURS = ["model_engine=megatrain"]
@@ -41,6 +42,23 @@ def test_yaml_lists_every_knob_with_its_default():
     assert given == dataclasses.asdict(StreamConfig())
     actor = omega_conf_to_dataclass(composed(*OURS, *RUN).actor_rollout_ref.actor)
     assert actor.engine.stream_config() == StreamConfig()
+
+
+def test_host_ram_is_left_to_the_rest_of_the_run(monkeypatch):
+    monkeypatch.setattr(plugin_config, "usable_host_bytes", lambda: 120 * 10**9)
+    engine = omega_conf_to_dataclass(composed(*OURS, *RUN).actor_rollout_ref.actor).engine
+    assert engine.stream_config().host_budget_gb is None
+    assert engine.stream_config_here().host_budget_gb == 108
+    set_by_hand = omega_conf_to_dataclass(
+        composed(*OURS, *RUN, "actor_rollout_ref.actor.megatrain.host_budget_gb=119").actor_rollout_ref.actor
+    ).engine
+    assert set_by_hand.stream_config_here().host_budget_gb == 119
+    monkeypatch.setattr(plugin_config, "usable_host_bytes", lambda: 8 * 10**9)
+    assert engine.stream_config_here().host_budget_gb == 6, "never more than a quarter"
+    supervised = omega_conf_to_dataclass(composed("engine=megatrain", name="sft_trainer_engine").engine)
+    assert supervised.stream_config_here().host_budget_gb is None
+    with pytest.raises(Exception, match="host_reserve_gb=-1"):
+        engine_config(host_reserve_gb=-1)
 
 
 def test_optimizer_yaml_is_adamw_default():

@@ -1,0 +1,171 @@
+"""The record of a run, `run.jsonl`, and its two pictures, `memory.png` and `stages.png`, in one folder.
+
+A line per start, {"start": Unix seconds}, and one per call of VERL's logger: {"step", "time", "stages_s" (VERL's timing_s/*), "metrics"
+(ours), "memory": {"time": [...], column in GiB: [[least, most], ...]}}. Lines are complete when they are written, so a killed run
+leaves those of its steps; a resumed run appends, and the pictures show the last start:
+
+    python -m megatrain_rl.verl_plugin.run_report FOLDER
+
+draws them again. Needs matplotlib for the pictures only. Used by run_monitor.py.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain_rl.verl_plugin.memory_watch import Point
+
+GIB = 2**30
+OPTIMIZER_WAIT = "megatrain/optimizer_wait_s"
+
+# VERL's stages in the order of a step. `testing` and the dump come after what VERL calls the step.
+_STEP_STAGES = (
+    "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "save_checkpoint", "update_weights",
+)  # fmt: skip
+_AFTER_STEP = ("testing", "dump_rollout_generations")
+_LABELS = {"gen": "generate", "ref": "reference", "update_actor": "update", "update_weights": "weight sync"}
+_BARS = 300
+_MEMORY_POINTS = 3000
+_PANELS = (
+    ("GPU memory, GiB", {"device_gpu": "all of the GPU", "both_gpu": "trainer + engine", "engine_gpu": "engine", "trainer_gpu": "trainer"}),
+    ("host memory, GiB", {"run_rss": "all processes of the run", "trainer_rss": "trainer"}),
+)  # fmt: skip
+
+
+class RunFile:
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "run.jsonl").open("a", buffering=1)
+        self._write({"start": time.time()})
+
+    def write(
+        self, *, step: int | None, stages_s: dict[str, float], metrics: dict[str, float], memory: list[Point]
+    ) -> None:
+        """step: None for what was seen after the last one."""
+        columns = sorted({column for point in memory for column in point.high})
+        series: dict[str, list[Any]] = {"time": [round(point.time, 2) for point in memory]}
+        for column in columns:
+            series[f"{column}_gib"] = [
+                [round(p.low[column] / GIB, 3), round(p.high[column] / GIB, 3)] if column in p.high else None
+                for p in memory
+            ]
+        self._write({"step": step, "time": time.time(), "stages_s": stages_s, "metrics": metrics, "memory": series})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Lines since the last start, a torn last one left out."""
+    lines: list[dict[str, Any]] = []
+    for text in (folder / "run.jsonl").read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if "start" in line:
+            lines.clear()
+        else:
+            lines.append(line)
+    return lines
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw what there is to draw; the pictures' paths. ImportError without matplotlib."""
+    lines = read(folder)
+    made = [_draw_memory(lines, folder / "memory.png"), _draw_stages(lines, folder / "stages.png")]
+    return [path for path in made if path is not None]
+
+
+def _draw_memory(lines: Sequence[dict[str, Any]], path: Path) -> Path | None:
+    """Each column as a band from least to most, its upper edge drawn out."""
+    rows = [
+        {"time": line["memory"]["time"][i], **{c: values[i] for c, values in line["memory"].items() if c != "time"}}
+        for line in lines
+        for i in range(len(line["memory"]["time"]))
+    ]
+    shown = {column: label for _, panel in _PANELS for column, label in panel.items()}
+    present = {column for column in shown if any(row.get(f"{column}_gib") for row in rows)}
+    panels = [(title, [c for c in columns if c in present]) for title, columns in _PANELS]
+    panels = [(title, columns) for title, columns in panels if columns]
+    if not panels:
+        return None
+    figure, all_axes = _figure(len(panels))
+    for axes, (title, columns) in zip(all_axes, panels, strict=True):
+        for column in columns:
+            seconds, low, high = _thinned(rows, f"{column}_gib")
+            [line] = axes.plot(seconds, high, linewidth=1, label=f"{shown[column]}, peak {max(high):.2f}")
+            axes.fill_between(seconds, low, high, alpha=0.3, color=line.get_color(), linewidth=0)
+        axes.set(ylabel=title, ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right", fontsize="small")
+    all_axes[-1].set_xlabel("seconds since the first step began")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _thinned(rows: Sequence[dict[str, Any]], column: str) -> tuple[list[float], list[float], list[float]]:
+    """Seconds since the first row, least and most; neighbours joined until a picture can show them all."""
+    begin = rows[0]["time"]
+    values = [(row["time"] - begin, *row[column]) for row in rows if row.get(column)]
+    each = -(-len(values) // _MEMORY_POINTS)
+    groups = [values[i : i + each] for i in range(0, len(values), each)]
+    return (
+        [group[0][0] for group in groups],
+        [min(low for _, low, _ in group) for group in groups],
+        [max(high for _, _, high in group) for group in groups],
+    )
+
+
+def _draw_stages(lines: Sequence[dict[str, Any]], path: Path) -> Path | None:
+    """A bar per step, or per mean of neighbouring steps when there are many; the wait for the optimizer lies within its stages."""
+    steps = [line for line in lines if "step" in line["stages_s"]]
+    if not steps:
+        return None
+    each = -(-len(steps) // _BARS)
+    groups = [steps[i : i + each] for i in range(0, len(steps), each)]
+    middles = [(group[0]["step"] + group[-1]["step"]) / 2 for group in groups]
+
+    def mean(values_of) -> list[float]:
+        return [sum(values_of(line) for line in group) / len(group) for group in groups]
+
+    def other(line: dict[str, Any]) -> float:
+        stages = line["stages_s"]
+        return max(0.0, stages["step"] - sum(stages.get(name, 0.0) for name in _STEP_STAGES))
+
+    parts = {name: mean(lambda line, n=name: line["stages_s"].get(n, 0.0)) for name in _STEP_STAGES}
+    parts["other"] = mean(other)
+    parts |= {name: mean(lambda line, n=name: line["stages_s"].get(n, 0.0)) for name in _AFTER_STEP}
+    figure, [axes] = _figure(1)
+    below = [0.0] * len(groups)
+    for name, heights in parts.items():
+        if any(heights):
+            axes.bar(middles, heights, bottom=below, width=0.9 * each, label=_LABELS.get(name, name))
+            below = [b + h for b, h in zip(below, heights, strict=True)]
+    wait = mean(lambda line: line["metrics"].get(OPTIMIZER_WAIT, 0.0))
+    axes.plot(middles, wait, color="black", marker=".", linewidth=1, label="of it, waiting for the optimizer")
+    axes.set(xlabel="step", ylabel="seconds")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _figure(panels: int):
+    """A figure of its own, so that no drawing backend is chosen for the process."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1 + 3 * panels), layout="constrained")
+    return figure, list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
+
+
+if __name__ == "__main__":
+    for picture in draw(Path(sys.argv[1])):
+        print(picture)

@@ -1,0 +1,88 @@
+"""Where the time between the command and the first step goes, by phase.
+
+VERL's v1 trainer builds its parts one after the other in one process, so a phase is the time between two of its calls. They are marked by
+wrapping these calls; the table is logged when training begins. Only runs whose actor is ours are told. Installed by register.py.
+"""
+
+import functools
+import os
+import time
+from types import ModuleType
+
+import psutil
+
+# Set in the driver before Ray starts; a local cluster hands it on to its processes.
+STARTED_VARIABLE = "MEGATRAIN_RL_STARTED"
+_FIRST = "Ray and the task runner"
+# (owner, method, mark when it begins or ends, phase that begins there); in this order
+_MARKS = (
+    ("PPOTrainer", "__init__", "begins", "tokenizer, data"),
+    ("RayWorkerGroup", "__init__", "begins", "worker process"),
+    ("RayWorkerGroup", "__init__", "ends", "trainer, weights into host RAM"),
+    ("RewardLoopManager", "__init__", "begins", "reward workers"),
+    ("LLMServerManager", "create", "begins", "rollout engine"),
+    ("CheckpointEngineManager", "__init__", "begins", "checkpoint"),
+    ("PPOTrainer", "_setup", "ends", "first weight sync"),
+    ("PPOTrainer", "init", "ends", "agent workers"),
+    ("PPOTrainer", "fit", "begins", ""),
+)
+
+
+class StartupTimes:
+    """Unix times of the marks, each its first."""
+
+    def __init__(self):
+        self._seen: dict[str, float] = {}
+
+    def mark(self, phase: str) -> None:
+        self._seen.setdefault(phase, time.time())
+
+    def phases_s(self) -> dict[str, float]:
+        """Seconds of every phase whose begin and end were seen, in order."""
+        started = os.environ.get(STARTED_VARIABLE)
+        points = [] if started is None else [(_FIRST, float(started))]
+        points += [(phase, self._seen[phase]) for *_, phase in _MARKS if phase in self._seen]
+        return {phase: end - begin for (phase, begin), (_, end) in zip(points, points[1:], strict=False)}
+
+    def table(self) -> str:
+        phases = self.phases_s()
+        parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items())
+        return f"start-up took {sum(phases.values()):.1f} s: {parts}"
+
+
+def note_start() -> None:
+    """Called in the driver: when its process began."""
+    os.environ[STARTED_VARIABLE] = str(psutil.Process().create_time())
+
+
+def install(module: ModuleType) -> StartupTimes:
+    """Mark the calls of verl.trainer.ppo.v1.trainer_base; once."""
+    if hasattr(module, "megatrain_startup"):
+        return module.megatrain_startup
+    times = module.megatrain_startup = StartupTimes()
+    _mark_call(module.PPOTrainer, "fit", "begins", lambda: _tell(times))  # inside the mark made below
+    for owner_name, method, when, phase in _MARKS:
+        _mark_call(getattr(module, owner_name), method, when, functools.partial(times.mark, phase))
+    return times
+
+
+def _tell(times: StartupTimes) -> None:
+    if os.environ.get(STARTED_VARIABLE) is not None:
+        print(times.table(), flush=True)
+
+
+def _mark_call(owner: type, name: str, when: str, mark) -> None:
+    """`mark` is called whenever `owner.name` begins, or ends without an error."""
+    raw = vars(owner)[name]
+    function = raw.__func__ if isinstance(raw, classmethod) else raw
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if when == "begins":
+            mark()
+        result = function(*args, **kwargs)
+        if when == "ends":
+            mark()
+        return result
+
+    setattr(owner, name, classmethod(call) if isinstance(raw, classmethod) else call)

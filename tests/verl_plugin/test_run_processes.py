@@ -1,0 +1,58 @@
+"""Who belongs to a run and what each process is, and how host memory is counted."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from run_fakes import ENGINE, PAGE, RAYLET, RUNNER, SERVER, WORKER, processes, ray_run
+
+from megatrain_rl.verl_plugin.run_processes import RunProcesses
+
+
+@pytest.fixture
+def proc(tmp_path):
+    return ray_run(tmp_path / "proc")
+
+
+def test_roles_under_ray(proc):
+    proc.add(121, SERVER, "VLLM::Worker_TP0")
+    proc.add(122, WORKER, "python -m compile_worker")
+    run = processes(proc)
+    run.refresh()
+    assert {pid for pid, role in run.roles.items() if role == "trainer"} == {WORKER}
+    assert {pid for pid, role in run.roles.items() if role == "engine"} == {SERVER, ENGINE, 121}
+    assert {pid for pid, role in run.roles.items() if role == "other"} == {RAYLET, RUNNER, 122}
+
+
+def test_without_ray_this_process_trains(proc):
+    proc.add(300, 1, "torchrun a raylet")
+    proc.add(301, 300, "python -m verl.trainer.sft_trainer")
+    proc.add(302, 301, "python loader")
+    run = processes(proc, 301)
+    run.refresh()
+    assert run.roles == {301: "trainer", 302: "other"}
+
+
+def test_host_memory_counts_shared_pages_once_and_forgets_the_dead(proc):
+    run = processes(proc)
+    run.refresh()
+    own = (20 - 15) + (30 - 5) + (1000 - 40) + (50 - 5) + (200 - 10)
+    assert run.rss_bytes() == {"trainer": 1000 * PAGE, "run": (own + 40) * PAGE}
+    proc.remove(WORKER)
+    assert run.rss_bytes() == {"trainer": 0, "run": (own - 960 + 15) * PAGE}
+    run.refresh()
+    assert WORKER not in run.roles
+
+
+def test_this_machine():
+    """The real /proc: this process, its memory, and a child."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        run = RunProcesses()
+        run.refresh()
+        assert run.roles[os.getpid()] == "trainer" and run.roles[child.pid] == "other"
+        rss = run.rss_bytes()
+        assert 50 * 2**20 < rss["trainer"] < rss["run"]
+    finally:
+        child.communicate(b"\n")
