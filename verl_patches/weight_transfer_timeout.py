@@ -1,6 +1,7 @@
-"""A weight sync to a rollout engine that has died ends, with an error.
+"""A weight sync to a rollout engine that has died ends, with an error; and so does one whose bucket is too small, naming the setting.
 
 Symptom: the engine's process dies (or fails while it loads weights); the run then stays in `update_weights` for ever, without a message.
+    Where there is no CUDA IPC, a tensor larger than the bucket is an assertion that names a setting which does not exist.
 Cause: the sender waits on its socket without a limit, for an answer that only the engine's worker sends.
 Upstream: verl 0.9.1, workers/rollout/vllm_rollout/bucketed_weight_transfer.py: BucketedWeightSender._init_socket and every `recv`. No issue known.
 Remove when: the sender has a time limit of its own.
@@ -51,6 +52,13 @@ def apply(module: ModuleType) -> None:
             raise RuntimeError(
                 f"the rollout engine took no weights for {limit_seconds():g} s: it has died or hangs, its own error stands above. "
                 f"(Limit: {LIMIT_VARIABLE}.)"
+            ) from error
+        except AssertionError as error:
+            if "too large to fit in the bucket" not in str(error):
+                raise
+            raise ValueError(
+                f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb} is smaller than a "
+                f"tensor, and without CUDA IPC a tensor has to fit: raise it. ({str(error).split('.Please')[0]})"
             ) from error
 
     sender._init_socket = _init_socket

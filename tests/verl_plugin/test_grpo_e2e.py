@@ -141,15 +141,38 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
 
 
 def test_strategy_alone_on_the_default_model_engine(workspace):
+    """With importance weights for the difference between rollout and trainer: there is hardly any, so they are 1."""
     strategy = ["actor_rollout_ref.actor.strategy=megatrain", "actor_rollout_ref.ref.strategy=megatrain"]
     fresh = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
-    steps = grpo(workspace, "dp", *strategy, *fresh)
+    steps = grpo(workspace, "dp", *strategy, *fresh, "algorithm.rollout_correction.rollout_is=token")
     for step in steps.values():
         assert_healthy(step)
+        assert 0.98 < step["rollout_corr/rollout_is_mean"] < 1.02
     # bf16: the reference pass and the update cut their packs differently
     assert abs(steps[1]["actor/kl_loss"]) < 1e-5 and steps[2]["actor/kl_loss"] > 1e-3
     log = (workspace / "dp-cpu.log").read_text()
     assert "'lora_adapter_path': 'megatrain-frozen-reference'" in log
+
+
+def test_rollout_log_probs_in_place_of_an_old_log_prob_pass(workspace, monkeypatch):
+    """bypass_mode, no KL term, and wandb without a network. Nobody computes the entropy then."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(workspace))
+    knobs = "actor_rollout_ref.actor.megatrain"
+    steps = grpo(
+        workspace, "bypass", "model_engine=megatrain", f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32",
+        "actor_rollout_ref.rollout.dtype=float32", "algorithm.rollout_correction.bypass_mode=true",
+        "actor_rollout_ref.actor.use_kl_loss=false", "trainer.logger=[file,wandb]",
+        "trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.resume_mode=disable",
+    )  # fmt: skip
+    for step in steps.values():
+        assert step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0
+        # one update a batch, with the weights that sampled it: the ratio is 1 to rounding
+        assert abs(step["actor/ppo_kl"]) < 1e-5 and step["actor/pg_clipfrac"] == 0
+        assert step["timing_s/old_log_prob"] < 0.5 * step["timing_s/update_actor"]
+        assert "actor/kl_loss" not in step and "timing_s/ref" not in step
+    [offline] = (workspace / "wandb").glob("offline-run-*")
+    assert list(offline.glob("*.wandb"))
 
 
 def test_sft(workspace, device):

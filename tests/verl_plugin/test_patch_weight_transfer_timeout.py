@@ -88,6 +88,22 @@ def test_a_healthy_transfer_is_as_before(handle):
     assert got.keys() == {"a", "b", "c"} and all(torch.equal(got[n], t) for n, t in WEIGHTS)
 
 
+def test_a_bucket_that_is_too_small_names_its_setting(handle):
+    def receive() -> None:
+        receiver = patched.BucketedWeightReceiver(zmq_handle=handle, device=torch.device("cpu"), use_shm=True)
+        receiver._init_socket()
+        receiver._init_buffer()
+        receiver._cleanup()
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    sender = patched.BucketedWeightSender(zmq_handle=handle, bucket_size_mb=1, use_shm=True)
+    expected = r"rollout\.checkpoint_engine\.update_weights_bucket_megabytes=1 is smaller than a tensor.*Weight big\("
+    with pytest.raises(ValueError, match=expected):
+        asyncio.run(sender.async_send_weights(iter([("big", torch.zeros(300_000))])))
+    thread.join(10)
+
+
 @pytest.mark.parametrize("value", ["soon", "0", "-3"])
 def test_a_bad_limit_is_named(value, monkeypatch):
     monkeypatch.setenv("MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT", value)

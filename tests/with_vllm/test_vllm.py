@@ -1,0 +1,179 @@
+"""Weight sync into a real vLLM, and a whole GRPO run through VERL with it.
+
+On the CPU with vLLM's CPU build in an environment of its own (vllm_venv.py), marked `gpu` with the vLLM that is installed beside the tests.
+Nothing of vLLM runs in this process: sync_checks.py and VERL measure in theirs, under hard time limits, and the tests judge.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpo_run
+import pytest
+import vllm_venv
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+HERE = Path(__file__).parent
+# Largest difference of a log-prob from plain Hugging Face, in fp32: the CPU to rounding, CUDA with TF32 in vLLM's attention.
+ERROR = {"cpu": 2e-4, "cuda": 1e-2}
+# What a changed weight must do to a log-prob at least.
+MOVED = 0.05
+TRANSFER_LIMIT = {"MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT": "12"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where vLLM is: an interpreter and what its processes find in their environment."""
+
+    device: str
+    python: Path
+    environment: dict[str, str]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request) -> Place:
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RAY_", "VLLM_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
+        inherited.pop(name, None)
+    if request.param == "cuda":
+        try:
+            importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip("vllm is not installed")
+        return Place(device="cuda", python=Path(sys.executable), environment=inherited | quiet)
+    if reason := vllm_venv.why_no_cpu_build():
+        pytest.skip(reason)
+    cpu = {
+        "VERL_PLATFORM": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, instead of a share of the machine's memory
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all the tests
+    }
+    return Place(device="cpu", python=vllm_venv.make(), environment=inherited | quiet | cpu)
+
+
+# ---- weight sync ----
+
+
+@pytest.fixture(scope="module")
+def checks(place, tmp_path_factory) -> dict[str, dict]:
+    """What sync_checks.py measured, by head. On the CPU both run at once: each spends its time importing, one process after the other."""
+    at_once = [["tied", "untied"]] if place.device == "cpu" else [["tied"], ["untied"]]
+    folders = {head: tmp_path_factory.mktemp(head) for heads in at_once for head in heads}
+    for heads in at_once:
+        running = []
+        try:
+            for head in heads:
+                command = [place.python, HERE / "sync_checks.py", folders[head], place.device, head]
+                own = {"VERL_RAY_JOB_ID": folders[head].name + str(os.getpid()), **TRANSFER_LIMIT}
+                log = folders[head] / "log"
+                running.append((vllm_venv.start(command, log=log, environment=place.environment | own), log))
+            for process, log in running:
+                vllm_venv.finish(process, seconds=240, log=log)
+        finally:
+            for process, _ in running:
+                vllm_venv.kill(process)
+    return {
+        head: json.loads((folder / "result.json").read_text()) | {"folder": folder} for head, folder in folders.items()
+    }
+
+
+@pytest.fixture(params=["tied", "untied"])
+def measured(request, checks) -> dict:
+    return checks[request.param]
+
+
+@pytest.fixture
+def limit(place) -> float:
+    return ERROR[place.device]
+
+
+def test_every_parameter_reaches_the_engine(measured, limit):
+    """Each one alone, changed in the trainer and synced, changes the engine's output as it changes plain Hugging Face's."""
+    names = [n for n, _ in AutoModelForCausalLM.from_pretrained(measured["folder"] / "model").named_parameters()]
+    assert list(measured["every_parameter"]) == names and len(names) in (26, 27)
+    for name, change in measured["every_parameter"].items():
+        assert change["moved"] > MOVED and change["error"] < limit, f"{name}: {change}"
+
+
+def test_after_a_sync_the_engine_is_as_good_as_fresh(place, measured, limit):
+    """Greedy text and log-probs of the weights the engine was started with, after it has had others; on the CPU to the bit."""
+    fresh, later = measured["fresh"], measured["back_to_the_start"]
+    assert fresh["error"] < limit and len(set(fresh["tokens"])) > 4
+    assert later["moved"] > MOVED and later["tokens_before"] != fresh["tokens"]
+    assert later["tokens"] == fresh["tokens"] and later["error"] <= {"cpu": 0, "cuda": 1e-5}[place.device]
+
+
+def test_nothing_is_left_in_the_prefix_cache(measured, limit):
+    """A prompt that was cached is computed anew after a training step and a sync."""
+    cache = measured["prefix_cache"]
+    assert cache["cached_before"] >= 64 and cache["cached_after"] == 0
+    assert cache["moved"] > MOVED and cache["error"] < limit
+
+
+def test_the_size_of_the_bucket_changes_nothing(measured, limit):
+    """Several buckets, one bucket and, on CUDA, a bucket smaller than a tensor."""
+    assert len(measured["buckets"]) == 2
+    for size, change in measured["buckets"].items():
+        assert change["moved"] > MOVED and change["error"] < limit, f"{size} MiB: {change}"
+
+
+def test_memory_is_flat_over_20_syncs(measured):
+    """What one kept copy of the weights in four syncs would add is too much, on the host and on the card."""
+    memory = measured["memory"]
+    samples = memory["samples"][4:]
+    allowed = memory["model_mib"] * len(samples) / 4
+    assert len(memory["samples"]) == 20
+    for kind in ("host", "device"):
+        grown = [sample[kind] - samples[0][kind] for sample in samples]
+        assert max(grown) < allowed, f"{kind} memory in MiB, from the fifth sync on: {grown}"
+    assert memory["segments_left"] == []
+
+
+def test_a_failing_worker_is_an_error_and_not_a_hang(measured, limit):
+    """A tensor that vLLM refuses ends the sync with an error within the limit set for it; the next sync is good again."""
+    failed = measured["worker_error"]
+    assert "took no weights" in failed["message"]
+    assert failed["seconds"] < 2 * float(TRANSFER_LIMIT["MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT"])
+    assert failed["error_afterwards"] < limit
+
+
+def test_a_bucket_that_is_too_small_is_an_error_at_once(place, measured):
+    """Only where there is no CUDA IPC; test_the_size_of_the_bucket_changes_nothing has the other case."""
+    if place.device == "cuda":
+        assert measured["oversized"] == {}
+        return
+    assert "embed_tokens" in measured["oversized"]["message"]
+    assert "rollout.checkpoint_engine.update_weights_bucket_megabytes" in measured["oversized"]["message"]
+    assert measured["oversized"]["seconds"] < 5
+
+
+# ---- a whole run ----
+
+
+def test_grpo_with_vllm(place, tmp_path):
+    """Three steps with a KL term. Rollout and trainer agree after every sync, also on prompts that were cached before it."""
+    grpo_run.make_workspace(tmp_path)
+    log = tmp_path / "log"
+    command = [place.python, *grpo_run.command(tmp_path, place.device)]
+    running = vllm_venv.start(
+        command, log=log, environment=place.environment | grpo_run.environment(tmp_path), cwd=tmp_path
+    )
+    vllm_venv.finish(running, seconds=420, log=log)
+    steps = grpo_run.metrics(tmp_path)
+    assert sorted(steps) == list(range(1, grpo_run.STEPS + 1))
+    for step in steps.values():
+        assert step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0
+        assert step["training/rollout_probs_diff_max"] < {"cpu": 1e-4, "cuda": 1e-3}[place.device]
+    assert abs(steps[1]["actor/kl_loss"]) < 1e-6 and steps[2]["actor/kl_loss"] > 1e-3
+    output = log.read_text()
+    assert not grpo_run.SLEEP_OR_WAKE.search(output)
+    assert "'enable_sleep_mode': False" in output
+    # one sync before the first step and one after each
+    assert output.count("Successfully reset prefix cache") >= grpo_run.STEPS + 1
