@@ -1,4 +1,4 @@
-"""The files and the command line of a short GRPO run through VERL with vLLM as its rollout engine. Called by test_vllm.py."""
+"""The files and the command line of a GRPO run through VERL with vLLM as its rollout engine. Called by test_grpo_run.py."""
 
 import json
 import re
@@ -11,8 +11,6 @@ TESTS = Path(__file__).parents[1]
 sys.path += [str(TESTS), str(TESTS / "verl_plugin")]
 import tiny  # noqa: E402
 import verl_cases  # noqa: E402
-
-STEPS = 3
 
 # What vLLM logs when it is put to sleep or woken, on CUDA and on the CPU.
 SLEEP_OR_WAKE = re.compile("fall asleep|to wake up|is sleeping|is not sleeping|sleep mode is not supported")
@@ -71,8 +69,8 @@ def command(folder: Path, device: str) -> list[str]:
         "reward.custom_reward_function.name=compute_score",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         f"trainer.device={device}", "trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.logger=[file]",
-        "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.resume_mode=disable",
-        "trainer.total_epochs=10", f"trainer.total_training_steps={STEPS}", f"trainer.default_local_dir={folder}/ckpt",
+        "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=1", "trainer.resume_mode=auto",
+        "trainer.total_epochs=1000", "trainer.max_actor_ckpt_to_keep=2", f"trainer.default_local_dir={folder}/ckpt",
         "+ray_kwargs.ray_init.address=local", "ray_kwargs.ray_init.num_cpus=8", "+ray_kwargs.ray_init.num_gpus=1",
         "+ray_kwargs.ray_init.include_dashboard=false", "+ray_kwargs.ray_init.object_store_memory=200000000",
     ]  # fmt: skip
@@ -92,8 +90,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
-    """Of every step."""
+    """Of every step so far."""
     steps: dict[int, dict[str, float]] = {}
-    for entry in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+    file = folder / "metrics.jsonl"
+    for entry in map(json.loads, file.read_text().splitlines() if file.exists() else []):
         steps.setdefault(entry["step"], {}).update(entry["data"])
     return steps

@@ -1,17 +1,13 @@
-"""Weight sync into a real vLLM, and a whole GRPO run through VERL with it.
+"""Weight sync into a real vLLM.
 
 On the CPU with vLLM's CPU build in an environment of its own (vllm_venv.py), marked `gpu` with the vLLM that is installed beside the tests.
 Nothing of vLLM runs in this process: sync_checks.py and VERL measure in theirs, under hard time limits, and the tests judge.
 """
 
-import importlib.metadata
 import json
 import os
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-import grpo_run
 import pytest
 import vllm_venv
 from transformers import AutoModelForCausalLM
@@ -24,38 +20,6 @@ ERROR = {"cpu": 2e-4, "cuda": 1e-2}
 # What a changed weight must do to a log-prob at least.
 MOVED = 0.05
 TRANSFER_LIMIT = {"MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT": "12"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where vLLM is: an interpreter and what its processes find in their environment."""
-
-    device: str
-    python: Path
-    environment: dict[str, str]
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request) -> Place:
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RAY_", "VLLM_"))}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
-        inherited.pop(name, None)
-    if request.param == "cuda":
-        try:
-            importlib.metadata.version("vllm")
-        except importlib.metadata.PackageNotFoundError:
-            pytest.skip("vllm is not installed")
-        return Place(device="cuda", python=Path(sys.executable), environment=inherited | quiet)
-    if reason := vllm_venv.why_no_cpu_build():
-        pytest.skip(reason)
-    cpu = {
-        "VERL_PLATFORM": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, instead of a share of the machine's memory
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all the tests
-    }
-    return Place(device="cpu", python=vllm_venv.make(), environment=inherited | quiet | cpu)
 
 
 # ---- weight sync ----
@@ -152,28 +116,3 @@ def test_a_bucket_that_is_too_small_is_an_error_at_once(place, measured):
     assert "embed_tokens" in measured["oversized"]["message"]
     assert "rollout.checkpoint_engine.update_weights_bucket_megabytes" in measured["oversized"]["message"]
     assert measured["oversized"]["seconds"] < 5
-
-
-# ---- a whole run ----
-
-
-def test_grpo_with_vllm(place, tmp_path):
-    """Three steps with a KL term. Rollout and trainer agree after every sync, also on prompts that were cached before it."""
-    grpo_run.make_workspace(tmp_path)
-    log = tmp_path / "log"
-    command = [place.python, *grpo_run.command(tmp_path, place.device)]
-    running = vllm_venv.start(
-        command, log=log, environment=place.environment | grpo_run.environment(tmp_path), cwd=tmp_path
-    )
-    vllm_venv.finish(running, seconds=420, log=log)
-    steps = grpo_run.metrics(tmp_path)
-    assert sorted(steps) == list(range(1, grpo_run.STEPS + 1))
-    for step in steps.values():
-        assert step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0
-        assert step["training/rollout_probs_diff_max"] < {"cpu": 1e-4, "cuda": 1e-3}[place.device]
-    assert abs(steps[1]["actor/kl_loss"]) < 1e-6 and steps[2]["actor/kl_loss"] > 1e-3
-    output = log.read_text()
-    assert not grpo_run.SLEEP_OR_WAKE.search(output)
-    assert "'enable_sleep_mode': False" in output
-    # one sync before the first step and one after each
-    assert output.count("Successfully reset prefix cache") >= grpo_run.STEPS + 1

@@ -1,0 +1,42 @@
+"""Where vLLM is: its CPU build in an environment of its own, and for `gpu` tests the one installed beside them."""
+
+import importlib.metadata
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import vllm_venv
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where vLLM is: an interpreter and what its processes find in their environment."""
+
+    device: str
+    python: Path
+    environment: dict[str, str]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request) -> Place:
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RAY_", "VLLM_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
+        inherited.pop(name, None)
+    if request.param == "cuda":
+        try:
+            importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip("vllm is not installed")
+        return Place(device="cuda", python=Path(sys.executable), environment=inherited | quiet)
+    if reason := vllm_venv.why_no_cpu_build():
+        pytest.skip(reason)
+    cpu = {
+        "VERL_PLATFORM": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, instead of a share of the machine's memory
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all the tests
+    }
+    return Place(device="cpu", python=vllm_venv.make(), environment=inherited | quiet | cpu)

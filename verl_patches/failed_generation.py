@@ -1,0 +1,33 @@
+"""When every answer of a batch failed, the error says so.
+
+Symptom: the rollout engine dies while it generates; the run ends with `Sync replay buffer selected terminal groups with no materializable
+    trajectories`, which does not say what happened.
+Cause: answers that failed count as done, and the replay buffer only notices that none is left.
+Upstream: verl 0.9.1, trainer/ppo/v1/replay_buffer.py:509, ReplayBuffer.sample. No issue known.
+Remove when: the message names the failed requests.
+"""
+
+import functools
+from types import ModuleType
+
+MODULE = "verl.trainer.ppo.v1.replay_buffer"
+
+_TOLD = "no materializable trajectories"
+
+
+def apply(module: ModuleType) -> None:
+    sample = module.ReplayBuffer.sample
+
+    @functools.wraps(sample)
+    def named(self, *args, **kwargs):
+        try:
+            return sample(self, *args, **kwargs)
+        except RuntimeError as error:
+            if _TOLD not in str(error):
+                raise
+            raise RuntimeError(
+                "every answer of this batch failed: the rollout engine has died or refuses the requests, or the reward function raises; "
+                "the first error stands above. Start the run again to go on from the last checkpoint."
+            ) from error
+
+    module.ReplayBuffer.sample = named
