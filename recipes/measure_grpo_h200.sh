@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The record of the 7 B recipe with random weights, on one GPU told that it has 80 GB, beside 128 GiB of host memory.
-#   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [32x8]     all three without arguments
+# The records of GRPO with vLLM: the 7 B recipe with random weights, on one GPU told that it has 80 GB, beside 128 GiB of host memory,
+# and learning with a small model.
+#   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [32x8] [learning]     all four without arguments
 # 8x2: 8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16. 32x8: without a KL term, moments in fp32.
-# WORK: model, data, outputs (default outputs/measure). RECORDS: where the record goes (default recipes/records). PYTHON: as in the recipes.
+# WORK: model, data, outputs (default outputs/measure). RECORDS: where the records go (default recipes/records). PYTHON: as in the recipes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=${WORK:-outputs/measure}
@@ -43,6 +44,13 @@ run() {
 
 32x8() { run 32x8 32 8 5; }
 
-for what in "${@:-prepare 8x2 32x8}"; do
+learning() {
+    local out=$work/learning
+    ROLLOUT=vllm QUICKSTART_OUT=$out bash recipes/quickstart.sh
+    "$PYTHON" recipes/learning_record.py "$out" small --json "$(dirname "$record")/learning_vllm_h200.json" \
+        --command "ROLLOUT=vllm bash recipes/quickstart.sh"
+}
+
+for what in "${@:-prepare 8x2 32x8 learning}"; do
     for name in $what; do "$name"; done
 done

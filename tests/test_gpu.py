@@ -222,6 +222,25 @@ def test_trainers_one_after_the_other_share_the_budget(tmp_path):
     assert torch.cuda.memory_reserved() - before < 200e6  # workspaces
 
 
+def test_memory_that_the_process_holds_beside_the_trainer_is_named(tmp_path):
+    directory = tiny.saved(tiny.model(tiny.config(layers=3), dtype=torch.bfloat16), tmp_path)
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.empty(3_000_000_000, dtype=torch.uint8, device="cuda")
+    with pytest.raises(RuntimeError, match="already holds [3-9].* GB, which gpu_budget_gb covers too"):
+        tiny.trainer(directory, device="cuda", param_dtype="bfloat16", gpu_budget_gb=3.0)
+    del held
+    gc.collect()  # what was begun of the trainer
+    torch.cuda.empty_cache()
+    tiny.trainer(directory, device="cuda", param_dtype="bfloat16", gpu_budget_gb=3.0).close()
+
+
+def test_compiling_the_exact_attention_path_is_refused(tmp_path):
+    directory = tiny.saved(tiny.model(tiny.config(layers=3), dtype=torch.bfloat16), tmp_path)
+    with pytest.raises(ValueError, match="compile=true needs attention=varlen or flash_attn"):
+        tiny.trainer(directory, device="cuda", param_dtype="bfloat16", attention="sdpa", compile=True)
+
+
 def test_expandable_segments_of_others_do_not_matter(tmp_path):
     """VERL switches them off and on around its weight transfer, and empties the cache."""
     directory = tiny.saved(tiny.model(tiny.config(layers=3), dtype=torch.bfloat16), tmp_path)

@@ -22,8 +22,8 @@ class Place:
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request) -> Place:
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RAY_", "VLLM_"))}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RAY_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
     if request.param == "cuda":
         try:
@@ -31,6 +31,8 @@ def place(request) -> Place:
         except importlib.metadata.PackageNotFoundError:
             pytest.skip("vllm is not installed")
         return Place(device="cuda", python=Path(sys.executable), environment=inherited | quiet)
+    # what is set for a vLLM beside the tests is not meant for the one in an environment of its own
+    inherited = {k: v for k, v in inherited.items() if k != "PYTHONPATH" and not k.startswith("VLLM_")}
     if reason := vllm_venv.why_no_cpu_build():
         pytest.skip(reason)
     cpu = {
