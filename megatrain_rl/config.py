@@ -58,7 +58,7 @@ class StreamConfig:
     checkpoint_interval: one layer input in so many is kept in host RAM; the others are recomputed inside their window.
     num_grad_slabs: device staging buffers through which gradients leave; more lets backward run further ahead of the link.
     ring_depth: device slots for layer weights; 2 is double buffering.
-    pack_tokens: most tokens of a pack (one forward of one layer); None takes what the budget holds, at most 8192.
+    pack_tokens: most tokens of a pack (one forward of one layer); None takes what the budget holds, at most 10240.
         A single longer sequence gets a pack of its own as long as the budget holds it.
     optimizer: "native" (exact master, this package's op), "torch" (the same update by torch.optim.AdamW(fused=True)) or
         "deepspeed" (DeepSpeedCPUAdam; needs the `deepspeed` extra).

@@ -5,7 +5,7 @@
 #   TRAIN_FILE   parquet, as examples/prepare_gsm8k.py writes it (data/gsm8k/train.parquet)
 #   VAL_FILE     likewise (data/gsm8k/test.parquet)
 #   LOGGER       VERL's loggers with commas between them: console, wandb, tensorboard, ... (console)
-#   OUTPUT_DIR   checkpoints, metrics.jsonl, pictures (outputs/NAME)
+#   OUTPUT_DIR   checkpoints, metrics.jsonl, pictures (outputs/NAME). A second run goes on from the last checkpoint there
 #   PYTHON       the interpreter that has this package, VERL and vLLM (python3)
 # Everything else is a Hydra override behind the recipe's name; it wins over what stands here.
 
@@ -46,6 +46,11 @@ grpo() {
   shift
   local actor=actor_rollout_ref.actor rollout=actor_rollout_ref.rollout
   export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$OUTPUT_DIR/metrics.jsonl}
+  # VERL begins the file anew; what an earlier run left, which this one may go on from, is kept beside it
+  if [ -s "$VERL_FILE_LOGGER_PATH" ]; then
+    mv "$VERL_FILE_LOGGER_PATH" "${VERL_FILE_LOGGER_PATH%.jsonl}.$(date +%Y%m%dT%H%M%S).jsonl"
+  fi
+  unset RAY_ADDRESS
   export TQ_NUM_THREADS=${TQ_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false
   exec "$PYTHON" -m verl.trainer.main_ppo model_engine=megatrain \
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=false \
@@ -58,9 +63,9 @@ grpo() {
     $rollout.agent.num_workers=4 reward.num_workers=1 \
     actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=16384 \
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
-    +ray_kwargs.ray_init.include_dashboard=false +ray_kwargs.ray_init.object_store_memory=4000000000 \
+    +ray_kwargs.ray_init.address=local +ray_kwargs.ray_init.include_dashboard=false +ray_kwargs.ray_init.object_store_memory=4000000000 \
     trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.val_before_train=false trainer.test_freq=20 \
-    trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=2 trainer.total_epochs=1 \
+    trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=1 trainer.total_epochs=1 \
     trainer.logger="[file,${LOGGER:-console}]" trainer.project_name=megatrain_rl trainer.experiment_name="$name" \
     trainer.default_local_dir="$OUTPUT_DIR" \
     "${settings[@]}" "$@"

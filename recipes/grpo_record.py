@@ -39,9 +39,11 @@ PEAKS = {
 def read_steps(folder: Path) -> dict[int, dict[str, float]]:
     """Metrics by step."""
     steps: dict[int, dict[str, float]] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        steps.setdefault(entry["step"], {}).update(entry["data"])
+    # of runs that were resumed too: metrics.TIME.jsonl, then metrics.jsonl
+    for file in sorted(folder.glob("metrics.*.jsonl")) + [folder / "metrics.jsonl"]:
+        for line in file.read_text().splitlines():
+            entry = json.loads(line)
+            steps.setdefault(entry["step"], {}).update(entry["data"])
     return {step: data for step, data in sorted(steps.items()) if "timing_s/step" in data}
 
 
@@ -79,11 +81,14 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=2)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--append", action="store_true")
+    parser.add_argument("--check", action="store_true", help="only whether the record could be written, before the run")
     arguments = parser.parse_args()
     record = Record([], command=arguments.command)
     try:
         check_writable(arguments.json, "--json")
         check_append(arguments.json, arguments.append)
+        if arguments.check:
+            return
         fill(record, arguments.case, arguments.folder, arguments.skip)
     except (OSError, ValueError) as error:
         sys.exit(f"grpo_record: {error}")

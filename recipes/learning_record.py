@@ -36,10 +36,13 @@ def main() -> None:
     parser.add_argument("case")
     parser.add_argument("--command", required=True, help="what was run")
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--check", action="store_true", help="only whether the record could be written, before the run")
     arguments = parser.parse_args()
     record = Record([], command=arguments.command)
     try:
         check_writable(arguments.json, "--json")
+        if arguments.check:
+            return
         fill(record, arguments.case, arguments.folder)
     except (OSError, ValueError) as error:
         sys.exit(f"learning_record: {error}")

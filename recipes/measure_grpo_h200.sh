@@ -13,13 +13,13 @@ mkdir -p "$work"
 
 prepare() {
     [ -d "$work/model" ] || "$PYTHON" examples/make_random_model.py qwen2.5-7b "$work/model"
-    # 425 letters are, with instruction and chat format, 512 tokens of a byte-level tokenizer
+    # 426 letters are, with instruction and chat format, 512 tokens of a byte-level tokenizer
     "$PYTHON" - "$work/questions.jsonl" << 'EOF'
 import json, random, sys
 rng = random.Random(0)
 with open(sys.argv[1], "w") as file:
     for i in range(1024):
-        file.write(json.dumps({"question": "".join(rng.choices("abcdefghij ", k=425)), "answer": f"#### {i}"}) + "\n")
+        file.write(json.dumps({"question": "".join(rng.choices("abcdefghij ", k=426)), "answer": f"#### {i}"}) + "\n")
 EOF
     "$PYTHON" examples/prepare_gsm8k.py "$work/data" --train "$work/questions.jsonl" --test "$work/questions.jsonl"
 }
@@ -28,14 +28,15 @@ EOF
 run() {
     local case=$1 prompts=$2 answers=$3 steps=$4 out=$work/$1
     shift 4
+    local to=(--json "$record" --append --command "bash recipes/measure_grpo_h200.sh $case")
+    "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}" --check
     rm -rf "$out"
     MODEL_PATH=$(cd "$work/model" && pwd) TRAIN_FILE=$work/data/train.parquet VAL_FILE=$work/data/test.parquet OUTPUT_DIR=$out \
         bash recipes/run_qwen2_5_7b_grpo.sh data.train_batch_size="$prompts" \
         actor_rollout_ref.actor.ppo_mini_batch_size="$prompts" actor_rollout_ref.rollout.n="$answers" \
         actor_rollout_ref.rollout.ignore_eos=true actor_rollout_ref.actor.megatrain.card_gb=80 \
         trainer.total_training_steps="$steps" trainer.save_freq=-1 trainer.test_freq=-1 trainer.resume_mode=disable "$@"
-    "$PYTHON" recipes/grpo_record.py "$out" "$case" --json "$record" --append \
-        --command "bash recipes/measure_grpo_h200.sh $case"
+    "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}"
 }
 
 8x2() {
@@ -46,9 +47,10 @@ run() {
 
 learning() {
     local out=$work/learning
+    local to=(--json "$(dirname "$record")/learning_vllm_h200.json" --command "ROLLOUT=vllm bash recipes/quickstart.sh")
+    "$PYTHON" recipes/learning_record.py "$out" small "${to[@]}" --check
     ROLLOUT=vllm QUICKSTART_OUT=$out bash recipes/quickstart.sh
-    "$PYTHON" recipes/learning_record.py "$out" small --json "$(dirname "$record")/learning_vllm_h200.json" \
-        --command "ROLLOUT=vllm bash recipes/quickstart.sh"
+    "$PYTHON" recipes/learning_record.py "$out" small "${to[@]}"
 }
 
 for what in "${@:-prepare 8x2 32x8 learning}"; do

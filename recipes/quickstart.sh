@@ -77,8 +77,8 @@ EOF
 install() {
   if [ "$ROLLOUT" = vllm ]; then
     RUN_PYTHON=${PYTHON:-python3}
-    "$RUN_PYTHON" -c 'import megatrain_rl, verl, vllm' > "$OUT/install.log" 2>&1 \
-      || fail "$RUN_PYTHON lacks megatrain_rl, verl or vllm; pip install '.[vllm]', or set PYTHON; see $OUT/install.log"
+    "$RUN_PYTHON" -c 'import megatrain_rl, verl, vllm, tqdm, matplotlib' > "$OUT/install.log" 2>&1 \
+      || fail "$RUN_PYTHON lacks megatrain_rl, verl, vllm, tqdm or matplotlib; pip install '.[vllm]', or set PYTHON; see $OUT/install.log"
     return
   fi
   if ! "$VENV/bin/python" -m pip --version > /dev/null 2>&1; then

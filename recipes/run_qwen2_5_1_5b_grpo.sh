@@ -9,6 +9,7 @@
 #          3.1 weights. KV cache takes 29 KB a token.
 #   host   21.6 state + 0.09 per 1,000 tokens of a mini-batch for layer inputs + about 15 for Ray, vLLM and VERL; with a KL
 #          term the model's files (3.1) in the page cache.
+#   disk   18.5 a checkpoint (complete state), every 20 steps; the last one is kept until the next is complete: 37
 set -euo pipefail
 # shellcheck source=recipes/grpo_common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/grpo_common.sh"

@@ -11,6 +11,7 @@
 #          + about 15 for Ray, vLLM and VERL. A host of 128 GiB (137 GB) holds that without a reference. With a KL term
 #          (actor_rollout_ref.actor.use_kl_loss=true) the model's files are read through the page cache, 15.2 that should stay
 #          there: on 128 GiB add actor_rollout_ref.actor.megatrain.optimizer_state_dtype=bfloat16, which saves 30.5.
+#   disk   91 a checkpoint (complete state), every 20 steps; the last one is kept until the next is complete: 183
 set -euo pipefail
 # shellcheck source=recipes/grpo_common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/grpo_common.sh"

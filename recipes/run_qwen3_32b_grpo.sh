@@ -10,6 +10,7 @@
 #   host   458.7 state + 0.66 per 1,000 tokens of a mini-batch for layer inputs + about 15 for Ray, vLLM and VERL, of 549.8.
 #          With a KL term the model's files (65.5) are read through the page cache: add
 #          actor_rollout_ref.actor.megatrain.optimizer_state_dtype=bfloat16, which saves 131.
+#   disk   394 a checkpoint (complete state), every 20 steps; the last one is kept until the next is complete: 788
 # Rollouts in FP8 differ from the trainer's bf16 by more than rounding: truncated importance sampling
 # (algorithm.rollout_correction.rollout_is=token) weighs their tokens accordingly.
 set -euo pipefail

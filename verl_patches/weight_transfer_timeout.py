@@ -13,7 +13,7 @@ from types import ModuleType
 
 MODULE = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
 
-# Of one answer, so of loading one bucket; seconds. An engine answers within a second or two.
+# Until the engine's worker connects, and of every answer after that, so of loading one bucket; seconds. A healthy one takes a second or two.
 LIMIT_SECONDS = 45.0
 LIMIT_VARIABLE = "MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT"
 

@@ -16,13 +16,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 AUTO = "auto"
 # VERL's own default, for rollouts that have no share of a card.
 _UNUSED_FRACTION = 0.5
-# What an engine takes beyond its share (its CUDA graphs and context), in bytes.
+# What an engine takes beyond its share (its CUDA context, fragmentation, buffers of loading weights), in bytes.
 RESERVE_BYTES = 3_000_000_000
 # What an engine needs inside its share beside the weights, at least: activations and some cache.
 _LEAST_CACHE_BYTES = 2_000_000_000
 # What the driver keeps of an idle card, at most.
 _IDLE_BYTES = 1_500_000_000
-_ENGINES = ("vllm", "sglang")
+_ENGINES = ("vllm",)
 _FRACTION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _CARD = "actor_rollout_ref.actor.megatrain.card_gb"
 _BUDGET = "actor_rollout_ref.actor.megatrain.gpu_budget_gb"
@@ -51,12 +51,11 @@ def resolve(config: DictConfig, read_card: Callable[[], Card | None] | None = No
     card = (read_card or visible_card)()
     told = None if knobs.card_gb is None else int(knobs.card_gb * 1e9)
     if card is None:
-        if told is None and fraction == AUTO:
+        # not even card_gb helps: the engine takes a fraction of what the card really has
+        if fraction == AUTO:
             raise ValueError(
-                f"{_FRACTION}={AUTO}: the GPU's memory cannot be read on this machine; set the fraction, or {_CARD}"
+                f"{_FRACTION}={AUTO}: nvidia-smi cannot tell the GPU's memory on this machine; set a fraction"
             )
-        card = None if told is None else Card(total_bytes=told, free_bytes=told)
-    if card is None:
         return
     idle = card.total_bytes - min(_IDLE_BYTES, card.total_bytes - card.free_bytes)
     usable = min(idle, told or idle)

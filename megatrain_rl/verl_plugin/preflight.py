@@ -11,6 +11,7 @@ from verl.workers.config import EngineConfig, FSDPEngineConfig, FSDPOptimizerCon
 
 from megatrain_rl.verl_plugin import gpu_share, startup_times
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
+from verl_patches import weight_transfer_timeout
 
 
 def _refuse(condition: bool, setting: str, value: Any, instead: str) -> None:
@@ -80,6 +81,7 @@ def check_run(config: DictConfig) -> None:
     per_call = "it picks tokens among those of one micro-batch, so the update would depend on how packs are cut"
     _refuse(loss_mode in ("clip_cov", "kl_cov"), "actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, per_call)
     gpu_share.resolve(config)
+    weight_transfer_timeout.limit_seconds()
     startup_times.note_start()
 
 

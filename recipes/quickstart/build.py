@@ -3,7 +3,7 @@
 
 usage: build.py FOLDER SEED [HIDDEN]
 
-HIDDEN: the model's width, 96 unless given, in four heads; from 128 on, in heads of 64, which vLLM wants.
+HIDDEN: the model's width, 96 unless given, in four heads; a multiple of 128 is in heads of 64, which vLLM wants.
 """
 
 import random

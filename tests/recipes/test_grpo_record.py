@@ -46,6 +46,23 @@ def test_medians_and_peaks(tmp_path):
     ]  # fmt: skip
 
 
+def test_metrics_of_the_run_before_a_resume_count(tmp_path):
+    write_run(tmp_path, [9.0, 9.0, 5.0])
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.20260101T000000.jsonl")
+    later = [{"step": i, "data": {"timing_s/step": s}} for i, s in ((3, 6.0), (4, 8.0), (5, 10.0))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, later)))
+    assert collect(tmp_path).returncode == 0
+    figures = {r["metric"]: r["value"] for r in json.loads((tmp_path / "r.json").read_text())["results"]}
+    assert figures["step_s"] == 8.0, "step 3 was done again"
+
+
+def test_check_before_a_run(tmp_path):
+    assert collect(tmp_path, "--check").returncode == 0 and not (tmp_path / "r.json").exists()
+    (tmp_path / "r.json").write_text(json.dumps({"commit": "another", "hardware": {}, "versions": {}}))
+    done = collect(tmp_path, "--check", "--append")
+    assert done.returncode == 1 and "that record is of another commit" in done.stderr
+
+
 def test_a_run_that_is_too_short(tmp_path):
     write_run(tmp_path, [3.0, 2.0, 1.0, 1.0])
     done = collect(tmp_path)

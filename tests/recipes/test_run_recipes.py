@@ -73,6 +73,16 @@ def test_missing_input_is_one_line(inputs, recipe, wrong, expected):
     assert not Path(inputs["OUTPUT_DIR"]).exists()
 
 
+def test_metrics_of_an_earlier_run_are_kept(inputs):
+    """VERL's logger would empty the file."""
+    out = Path(inputs["OUTPUT_DIR"])
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("earlier\n")
+    assert start("run_qwen2_5_7b_grpo.sh", inputs).returncode == 0
+    [kept] = out.glob("metrics.*.jsonl")
+    assert kept.read_text() == "earlier\n" and not (out / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("recipe", RUNS)
 def test_settings_compose_and_fit_the_card(inputs, recipe, monkeypatch):
     pytest.importorskip("verl")

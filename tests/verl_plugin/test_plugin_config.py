@@ -156,6 +156,12 @@ def test_supported_runs_pass():
     validate(*DP, "actor_rollout_ref.actor.use_kl_loss=true")
 
 
+def test_a_bad_time_limit_is_refused_in_the_driver(monkeypatch):
+    monkeypatch.setenv("MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT=soon"):
+        validate(*OURS)
+
+
 def test_warm_up_and_schedule():
     settings = {"lr_warmup_steps_ratio": 0.25, "total_training_steps": 8, "lr_scheduler_type": "linear"}
     optim = MegaTrainOptimizerConfig(lr=1.0, **settings)

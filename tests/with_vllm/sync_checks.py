@@ -136,7 +136,7 @@ class Checks:
         """MiB of the trainer and of all vLLM processes after each of 20 syncs, and what is left in shared memory."""
         samples = []
         for _ in range(20):
-            await self.sync()
+            await self.sync(bucket_megabytes=8)  # small beside what may be left
             await self.answer(tokens=1)
             samples.append({"host": self.host_mib(), "device": self.device_mib()})
         size = sum(tensor.nbytes for tensor in self.start.values()) / 2**20
