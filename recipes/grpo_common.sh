@@ -55,6 +55,7 @@ grpo() {
   exec "$PYTHON" -m verl.trainer.main_ppo model_engine=megatrain \
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=false \
     data.train_files="$TRAIN_FILE" data.val_files="$VAL_FILE" \
+    data.train_batch_size=32 $actor.ppo_mini_batch_size=32 $rollout.n=8 \
     data.max_prompt_length=512 data.max_response_length=1024 data.truncation=error data.filter_overlong_prompts=true \
     actor_rollout_ref.model.path="$MODEL_PATH" \
     $actor.optim.lr=1e-6 $actor.use_dynamic_bsz=true $actor.ppo_max_token_len_per_gpu=16384 \

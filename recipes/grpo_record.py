@@ -6,13 +6,13 @@ Reads what a run_*.sh recipe leaves in OUTPUT_DIR: metrics.jsonl (VERL's metrics
 (--skip 2), in which things compile, are shown but not counted.
 """
 
-import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
-from megatrain_rl.bench.record import Record, check_append, check_writable
+import run_record
+
+from megatrain_rl.bench.record import Record
 from megatrain_rl.verl_plugin import run_report
 
 # metric of the record: VERL's or the monitor's name, unit
@@ -74,25 +74,10 @@ def fill(record: Record, case: str, folder: Path, skip: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("case")
-    parser.add_argument("--command", required=True, help="what was run")
+    parser = run_record.parser(__doc__)
     parser.add_argument("--skip", type=int, default=2)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--append", action="store_true")
-    parser.add_argument("--check", action="store_true", help="only whether the record could be written, before the run")
     arguments = parser.parse_args()
-    record = Record([], command=arguments.command)
-    try:
-        check_writable(arguments.json, "--json")
-        check_append(arguments.json, arguments.append)
-        if arguments.check:
-            return
-        fill(record, arguments.case, arguments.folder, arguments.skip)
-    except (OSError, ValueError) as error:
-        sys.exit(f"grpo_record: {error}")
-    record.write(arguments.json, append=arguments.append)
+    run_record.write(arguments, lambda record: fill(record, arguments.case, arguments.folder, arguments.skip))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 python recipes/learning_record.py outputs/quickstart/seed-1 small --command "bash recipes/..." --json recipes/records/NAME.json
 """
 
-import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
-from megatrain_rl.bench.record import Record, check_writable
+import run_record
+
+from megatrain_rl.bench.record import Record
 
 
 def fill(record: Record, case: str, folder: Path) -> None:
@@ -31,22 +31,8 @@ def fill(record: Record, case: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("case")
-    parser.add_argument("--command", required=True, help="what was run")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--check", action="store_true", help="only whether the record could be written, before the run")
-    arguments = parser.parse_args()
-    record = Record([], command=arguments.command)
-    try:
-        check_writable(arguments.json, "--json")
-        if arguments.check:
-            return
-        fill(record, arguments.case, arguments.folder)
-    except (OSError, ValueError) as error:
-        sys.exit(f"learning_record: {error}")
-    record.write(arguments.json)
+    arguments = run_record.parser(__doc__).parse_args()
+    run_record.write(arguments, lambda record: fill(record, arguments.case, arguments.folder))
 
 
 if __name__ == "__main__":

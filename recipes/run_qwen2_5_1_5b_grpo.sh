@@ -15,7 +15,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/grpo_common.sh"
 
 grpo qwen2_5_1_5b_grpo Qwen/Qwen2.5-1.5B-Instruct \
-  data.train_batch_size=32 actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.actor.megatrain.gpu_budget_gb=4 \
   actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512 \
   -- "$@"

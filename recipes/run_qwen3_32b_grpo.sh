@@ -18,7 +18,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/grpo_common.sh"
 
 grpo qwen3_32b_grpo Qwen/Qwen3-32B \
-  data.train_batch_size=32 actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.actor.megatrain.gpu_budget_gb=9 \
   actor_rollout_ref.rollout.quantization=fp8 algorithm.rollout_correction.rollout_is=token \
   actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1536 \

@@ -1,7 +1,7 @@
 """Where the time between the command and the first step goes, by phase.
 
 VERL's v1 trainer builds its parts one after the other in one process, so a phase is the time between two of its calls. They are marked by
-wrapping these calls; the table is logged when training begins. Only runs whose actor is ours are told. Installed by register.py.
+wrapping these calls; the table is printed when training begins. Only runs whose actor is ours are told. Installed by register.py.
 """
 
 import functools

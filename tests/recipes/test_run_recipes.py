@@ -104,6 +104,7 @@ def test_settings_compose_and_fit_the_card(inputs, recipe, monkeypatch):
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=overrides)
     assert config.data.train_batch_size == 8 and config.trainer.note == "a b"
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 32 and config.actor_rollout_ref.rollout.n == 8
     assert list(config.trainer.logger) == ["file", "console", "wandb"]
     validate_config(config, use_reference_policy=False, use_critic=False)
     roles = config.actor_rollout_ref
