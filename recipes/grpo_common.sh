@@ -57,6 +57,7 @@ grpo() {
     data.train_files="$TRAIN_FILE" data.val_files="$VAL_FILE" \
     data.train_batch_size=32 $actor.ppo_mini_batch_size=32 $rollout.n=8 \
     data.max_prompt_length=512 data.max_response_length=1024 data.truncation=error data.filter_overlong_prompts=true \
+    data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$MODEL_PATH" \
     $actor.optim.lr=1e-6 $actor.use_dynamic_bsz=true $actor.ppo_max_token_len_per_gpu=16384 \
     $rollout.name=vllm $rollout.tensor_model_parallel_size=1 $rollout.n_gpus_per_node=1 $rollout.load_format=dummy \

@@ -3,6 +3,7 @@
 # and learning with a small model.
 #   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [32x8] [learning]     all four without arguments
 # 8x2: 8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16. 32x8: without a KL term, moments in fp32.
+# Answers of random weights are noise, so their rewards are arbitrary numbers: equal ones would make every gradient zero.
 # WORK: model, data, outputs (default outputs/measure). RECORDS: where the records go (default recipes/records). PYTHON: as in the recipes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,10 +25,10 @@ EOF
     "$PYTHON" examples/prepare_gsm8k.py "$work/data" --train "$work/questions.jsonl" --test "$work/questions.jsonl"
 }
 
-# run CASE PROMPTS ANSWERS STEPS OVERRIDES...
+# run CASE PROMPTS ANSWERS STEPS UNCOUNTED OVERRIDES...    the first UNCOUNTED steps are not in the figures
 run() {
-    local case=$1 prompts=$2 answers=$3 steps=$4 out=$work/$1
-    shift 4
+    local case=$1 prompts=$2 answers=$3 steps=$4 uncounted=$5 out=$work/$1
+    shift 5
     local to=(--json "$record" --append --command "bash recipes/measure_grpo_h200.sh $case")
     "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}" --check
     rm -rf "$out"
@@ -35,15 +36,16 @@ run() {
         bash recipes/run_qwen2_5_7b_grpo.sh data.train_batch_size="$prompts" \
         actor_rollout_ref.actor.ppo_mini_batch_size="$prompts" actor_rollout_ref.rollout.n="$answers" \
         actor_rollout_ref.rollout.ignore_eos=true actor_rollout_ref.actor.megatrain.card_gb=80 \
+        reward.custom_reward_function.path=recipes/arbitrary_reward.py \
         trainer.total_training_steps="$steps" trainer.save_freq=-1 trainer.test_freq=-1 trainer.resume_mode=disable "$@"
-    "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}"
+    "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}" --skip "$uncounted"
 }
 
 8x2() {
-    run 8x2 8 2 7 actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.megatrain.optimizer_state_dtype=bfloat16
+    run 8x2 8 2 7 2 actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.megatrain.optimizer_state_dtype=bfloat16
 }
 
-32x8() { run 32x8 32 8 5; }
+32x8() { run 32x8 32 8 4 1; }
 
 learning() {
     local out=$work/learning

@@ -32,7 +32,7 @@ from megatrain_rl.streaming.head_pass import HeadPass, HeadWeights
 from megatrain_rl.streaming.hidden import HiddenStates
 from megatrain_rl.streaming.schedule import Kind, LayerSchedule, Visit
 from megatrain_rl.transfer.activations import ActivationStore
-from megatrain_rl.transfer.arena import cap_device_memory, release_cached_memory, reserve_device_memory
+from megatrain_rl.transfer.arena import cap_device_memory, release_cached_memory, reserve_device_memory, within_budget
 from megatrain_rl.transfer.grad_slabs import GradSlabPool
 from megatrain_rl.transfer.lanes import Lanes
 from megatrain_rl.transfer.weight_ring import WeightRing
@@ -90,12 +90,13 @@ class StreamExecutor:
         self._lanes = Lanes.on(device)
         self._runner = LayerRunner(spec, device, dtype, backend, compiled)
         self._head = Head(compile=compiled)
-        self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
-        self._runner.warm_up()
-        reserve_device_memory(device, plan.reserved_bytes)
-        self._activations = ActivationStore(
-            self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
-        )
+        with within_budget(device, plan.gpu_cap_bytes):
+            self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
+            self._runner.warm_up()
+            reserve_device_memory(device, plan.reserved_bytes)
+            self._activations = ActivationStore(
+                self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
+            )
         self._slab_settings = dict(
             num_slabs=config.num_grad_slabs, slab_numel=plan.slab_numel, dtype=config.grad_torch_dtype
         )

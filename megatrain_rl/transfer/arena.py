@@ -8,6 +8,7 @@ depends on expandable segments, which others in the process switch.
 
 import contextlib
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -44,12 +45,18 @@ def reserve_device_memory(device: torch.device, reserved_bytes: int) -> None:
     keeps for ever must have been allocated before, or the segment could never be returned."""
     if device.type != "cuda":
         return
+    torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
+
+
+@contextlib.contextmanager
+def within_budget(device: torch.device, wanted_bytes: int) -> Iterator[None]:
+    """Within it an owner takes all of its `wanted_bytes`: running out of memory is a RuntimeError that names the budget."""
     try:
-        torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
+        yield
     except torch.OutOfMemoryError as error:
         held, (free, _) = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)
         raise RuntimeError(
-            f"no {reserved_bytes / 1e9:.2f} GB of GPU memory to reserve: the card has {free / 1e9:.2f} GB free, and this process "
+            f"no {wanted_bytes / 1e9:.2f} GB of GPU memory to reserve: the card has {free / 1e9:.2f} GB free, and this process "
             f"already holds {held / 1e9:.2f} GB, which gpu_budget_gb covers too; free what the process holds beside the trainer, "
             "leave the card more room, or change gpu_budget_gb"
         ) from error

@@ -22,7 +22,7 @@ from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.trainer import StreamTrainer
-from megatrain_rl.verl_plugin import batch, checkpoint, preflight
+from megatrain_rl.verl_plugin import batch, checkpoint, preflight, process_group
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER, MegaTrainEngineConfig, adamw_config, lr_schedule
 from megatrain_rl.verl_plugin.loss import LossFunction, VerlObjective, predict_mask
 from megatrain_rl.verl_plugin.weight_sync import stream_weights
@@ -74,6 +74,7 @@ class MegaTrainEngine(BaseEngine):
             load_contents=list(checkpoint_config.load_contents),
             async_save=checkpoint_config.async_save,
         )
+        process_group.without_nccl()
 
     # ---- facts VERL asks for before initialize() ----
 

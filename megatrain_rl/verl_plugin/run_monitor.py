@@ -32,10 +32,12 @@ _STEP_KEYS = ("training/global_step", "train/loss")
 
 
 class RunMonitor:
-    """One run. `add` once per call of the logger, `close` at the end, also of a failed run."""
+    """One run. `add` once per call of the logger, `close` at the end, also of a failed run. A trainer that holds more than `gpu_budget_gb`
+    is told once."""
 
-    def __init__(self, folder: Path, watch: MemoryWatch):
+    def __init__(self, folder: Path, watch: MemoryWatch, gpu_budget_gb: float | None = None):
         self._folder = folder
+        self._gpu_budget_gb = gpu_budget_gb
         self._file = run_report.RunFile(folder)
         self._watch = watch.start()
         self._waited_s = 0.0
@@ -72,6 +74,7 @@ class RunMonitor:
         ours: dict[str, float] = {}
         if any(key in data for key in _STEP_KEYS):
             ours = peaks_gib(points)
+            self._hold_against_budget(ours.get("megatrain/trainer_gpu_peak_gib", 0.0))
         rest = dict(data)
         if _WAITED in rest:
             waited_s = float(rest.pop(_WAITED))
@@ -80,6 +83,18 @@ class RunMonitor:
         stages_s = {key.removeprefix("timing_s/"): float(data[key]) for key in data if key.startswith("timing_s/")}
         self._file.write(step=step, stages_s=stages_s, metrics=ours, memory=points)
         return rest | ours
+
+    def _hold_against_budget(self, peak_gib: float) -> None:
+        budget = self._gpu_budget_gb
+        held = peak_gib * run_report.GIB / 1e9
+        if budget is None or held <= budget:
+            return
+        self._gpu_budget_gb = None
+        log.warning(
+            "the trainer's process holds %.2f GB of GPU memory, more than its gpu_budget_gb=%g: something in it allocates beside the "
+            "trainer, and the rollout engine's share may not have room for it",
+            held, budget,
+        )  # fmt: skip
 
     def _draw(self) -> None:
         try:
@@ -184,7 +199,7 @@ def _start(config: dict[str, Any] | None) -> RunMonitor | None:
         if not is_ours(config):
             return None
         folder = Path(config["trainer"]["default_local_dir"]) / FOLDER
-        monitor = RunMonitor(folder, MemoryWatch(RunProcesses(), open_gpus()))
+        monitor = RunMonitor(folder, MemoryWatch(RunProcesses(), open_gpus()), gpu_budget_gb(config))
     except Exception:
         log.warning("the run is not watched (megatrain/* metrics, run.jsonl); training goes on", exc_info=True)
         return None
@@ -197,3 +212,11 @@ def is_ours(config: dict[str, Any] | None) -> bool:
     actor = ((config or {}).get("actor_rollout_ref") or {}).get("actor") or {}
     engine = (config or {}).get("engine") or {}
     return "megatrain" in (actor.get("strategy"), engine.get("strategy"))
+
+
+def gpu_budget_gb(config: dict[str, Any]) -> float | None:
+    """What the run's config sets, where it has the setting."""
+    actor = (config.get("actor_rollout_ref") or {}).get("actor") or {}
+    engine = config.get("engine") or {}
+    budget = (actor.get("megatrain") or {}).get("gpu_budget_gb", engine.get("gpu_budget_gb"))
+    return None if budget is None else float(budget)

@@ -12,7 +12,7 @@ import torch
 from run_fakes import processes, ray_run, step_data
 
 from megatrain_rl.verl_plugin import run_monitor, run_report
-from megatrain_rl.verl_plugin.memory_watch import MemoryWatch
+from megatrain_rl.verl_plugin.memory_watch import MemoryWatch, Point
 from megatrain_rl.verl_plugin.run_monitor import RunMonitor
 
 
@@ -184,6 +184,31 @@ def test_without_matplotlib_the_record_is_left(proc, tmp_path, monkeypatch, capl
     assert [json.loads(line).keys() for line in (tmp_path / "out" / "run.jsonl").read_text().splitlines()] == [
         {"start"}, {"step", "time", "stages_s", "metrics", "memory"},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config, budget",
+    [
+        ({"actor_rollout_ref": {"actor": {"megatrain": {"gpu_budget_gb": 9}}}}, 9.0),
+        ({"engine": {"gpu_budget_gb": 6.5}}, 6.5),
+        (CONFIG, None),
+        ({"actor_rollout_ref": None, "engine": None}, None),
+    ],
+)
+def test_the_budget_of_a_run(config, budget):
+    assert run_monitor.gpu_budget_gb(config) == budget
+
+
+def test_a_trainer_over_its_budget_is_told_once(proc, tmp_path, monkeypatch, caplog):
+    monitor = RunMonitor(tmp_path / "out", MemoryWatch(processes(proc), None), gpu_budget_gb=9)
+    for held_gb in (8.9, 9.2, 9.4):
+        held = {"trainer_gpu": int(held_gb * 1e9), "trainer_rss": 1}
+        point = Point(time=1.0, low=held, high=held)
+        monkeypatch.setattr(monitor._watch, "take", lambda point=point: [point])
+        monitor.add(step_data(1, waited=0.0), 1)
+        assert ("more than its gpu_budget_gb=9" in caplog.text) == (held_gb > 9)
+    assert caplog.text.count("holds 9.20 GB of GPU memory") == caplog.text.count("gpu_budget_gb") == 1
+    monitor.close()
 
 
 def test_forked_child_leaves_the_record_alone(proc, tmp_path):

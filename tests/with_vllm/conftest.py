@@ -30,7 +30,9 @@ def place(request) -> Place:
             importlib.metadata.version("vllm")
         except importlib.metadata.PackageNotFoundError:
             pytest.skip("vllm is not installed")
-        return Place(device="cuda", python=Path(sys.executable), environment=inherited | quiet)
+        # fp32 throughout: products of vLLM's Triton kernels are TF32 otherwise
+        exact = {"TRITON_F32_DEFAULT": "ieee"}
+        return Place(device="cuda", python=Path(sys.executable), environment=inherited | quiet | exact)
     # what is set for a vLLM beside the tests is not meant for the one in an environment of its own
     inherited = {k: v for k, v in inherited.items() if k != "PYTHONPATH" and not k.startswith("VLLM_")}
     if reason := vllm_venv.why_no_cpu_build():

@@ -19,6 +19,7 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
 """
+GPU_BUDGET_GB = 4
 # Every step asks the same questions, longer than a block of vLLM's cache: an answer from a stale cache would be found out.
 QUESTION = "here is a question that takes more tokens than one block of the cache holds, and it is question number {}"
 
@@ -56,7 +57,7 @@ def command(folder: Path, device: str) -> list[str]:
         f"actor_rollout_ref.model.path={folder}/model",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         f"{actor}.megatrain.param_dtype=float32", f"{actor}.megatrain.grad_dtype=float32",
-        f"{actor}.megatrain.optimizer=torch", f"{actor}.optim.lr=3e-3", f"{actor}.ppo_mini_batch_size=8",
+        f"{actor}.megatrain.optimizer=torch", f"{actor}.megatrain.gpu_budget_gb={GPU_BUDGET_GB}", f"{actor}.optim.lr=3e-3", f"{actor}.ppo_mini_batch_size=8",
         f"{actor}.ppo_micro_batch_size_per_gpu=8", f"{actor}.use_kl_loss=true", f"{actor}.kl_loss_coef=0.01",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         f"{rollout}.name=vllm", f"{rollout}.n=2", f"{rollout}.temperature=0.8", f"{rollout}.dtype=float32",

@@ -1,0 +1,16 @@
+"""The process group of the one process that trains.
+
+VERL opens `cpu:gloo,cuda:nccl` in every worker. Its barriers and the gathering of metrics would then build an NCCL communicator, which
+takes half a gigabyte of the GPU for one process to talk to itself, outside torch's allocator and so outside the budget. Used by engine.py.
+"""
+
+import torch.distributed as dist
+
+
+def without_nccl() -> None:
+    """Replace a default group of one process that has NCCL in it by a gloo group, which serves CPU and CUDA tensors. Nobody may have
+    used the group yet: NCCL builds its communicator with the first collective."""
+    if dist.get_world_size() > 1 or "nccl" not in dist.get_backend_config():
+        return
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
