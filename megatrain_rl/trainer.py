@@ -11,7 +11,7 @@ Not thread-safe: one caller at a time. The host optimizer runs on a thread of it
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatrain_rl import checkpoint
-from megatrain_rl.batch import PackedBatch
+from megatrain_rl.batch import PackedBatch, pack_sequences
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.host.gradients import HostGradients
 from megatrain_rl.host.machine import usable_cores
@@ -36,12 +36,12 @@ from megatrain_rl.host.store import (
 )
 from megatrain_rl.model.decoder import Block, DecoderSpec, decoder_spec
 from megatrain_rl.model.hf_io import CheckpointReader
-from megatrain_rl.objectives import Objective, TokenStats
+from megatrain_rl.objectives import NegativeLogLikelihood, Objective, TokenStats
 from megatrain_rl.ops.adamw import split_master
 from megatrain_rl.optim.host_adamw import HostAdamW, Interval, make_library
 from megatrain_rl.optim.lr_schedule import LRSchedule
 from megatrain_rl.optim.speculation import SpeculationGate
-from megatrain_rl.planner import check_packs, cut_sweeps, make_plan
+from megatrain_rl.planner import PACK_MULTIPLE, check_packs, cut_sweeps, make_plan
 from megatrain_rl.streaming.executor import ForwardBackwardOutput, StreamExecutor
 from megatrain_rl.streaming.schedule import LayerSchedule
 
@@ -71,6 +71,7 @@ class StreamTrainer:
         device: torch.device,
         *,
         reference: bool,
+        on_reserved: Callable[["StreamTrainer"], None] | None = None,
     ):
         # Whatever can refuse comes first: the plan, the optimizer's and the attention's needs. Then memory, the largest last.
         self.spec = spec
@@ -90,6 +91,12 @@ class StreamTrainer:
             self.plan.max_pack_tokens,
             self.plan.host_bytes / 1e9,
         )
+        if on_reserved is not None:
+            try:
+                on_reserved(self)
+            except BaseException:
+                self._executor.close()
+                raise
         pin = device.type == "cuda"
         self._store = HostStore(spec, config.param_torch_dtype, pin=pin)
         self._reference: WeightStore | None = None
@@ -121,16 +128,18 @@ class StreamTrainer:
         device: str | torch.device = "cuda",
         reference: bool = False,
         hf_config: PretrainedConfig | None = None,
+        on_reserved: Callable[["StreamTrainer"], None] | None = None,
     ) -> "StreamTrainer":
         """Load a Hugging Face checkpoint directory straight into host RAM.
 
         adamw: None for a forward-only trainer without gradients or optimizer state. reference: keep the weights of `model_dir`
-        readable as `weights="reference"`, whatever is trained or loaded later. hf_config: takes the place of config.json.
+        readable as `weights="reference"`, whatever is trained or loaded later. hf_config: takes the place of config.json. on_reserved:
+        called with the trainer, whose plan is made and whose GPU memory is taken, before host memory is and the weights are read.
         """
         reader = CheckpointReader(model_dir)
         spec = decoder_spec(hf_config or reader.config())
         check_shapes(spec, reader)
-        trainer = cls(spec, config, adamw, schedule, torch.device(device), reference=reference)
+        trainer = cls(spec, config, adamw, schedule, torch.device(device), reference=reference, on_reserved=on_reserved)
         trainer._companions = reader.directory
         try:
             for block in spec.blocks:
@@ -172,6 +181,18 @@ class StreamTrainer:
     def pack_tokens(self) -> int:
         """Most tokens of a pack: the setting, or what the budget holds."""
         return self.plan.pack_tokens
+
+    def warm_up(self) -> None:
+        """Do now what the first step would do beside its work: compile layers and head, load kernels. One small pack, forward and
+        backward; weights, gradients and optimizer state stay as they are."""
+        most = min(PACK_MULTIPLE, self.pack_tokens)
+        lengths = [max(2, most // 2), most, max(2, 3 * most // 4)]
+        packs = pack_sequences([torch.zeros(n, dtype=torch.long) for n in lengths], max_tokens=self.pack_tokens)
+        for entropy in (False, True):
+            self.log_probs(packs, entropy=entropy)
+        if self._optimizer is not None and not (self._gradients.complete or self._nonfinite_loss):
+            self.forward_backward(packs, NegativeLogLikelihood(packs))
+            self.zero_grad()
 
     def forward_backward(
         self, packs: Sequence[PackedBatch], objective: Objective, *, entropy: bool = False, final: bool = False

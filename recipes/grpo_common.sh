@@ -61,6 +61,7 @@ grpo() {
     actor_rollout_ref.model.path="$MODEL_PATH" \
     $actor.optim.lr=1e-6 $actor.use_dynamic_bsz=true $actor.ppo_max_token_len_per_gpu=16384 \
     $rollout.name=vllm $rollout.tensor_model_parallel_size=1 $rollout.n_gpus_per_node=1 $rollout.load_format=dummy \
+    +$rollout.engine_kwargs.vllm.distributed_executor_backend=uni \
     $rollout.max_model_len=1536 $rollout.log_prob_use_dynamic_bsz=true $rollout.log_prob_max_token_len_per_gpu=16384 \
     $rollout.agent.num_workers=4 reward.num_workers=1 \
     actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=16384 \

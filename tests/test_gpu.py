@@ -291,6 +291,25 @@ def test_compiled_layers_compile_once():
     trainer.close()
 
 
+def test_nothing_is_compiled_after_warming_up():
+    config = shape_config("qwen2.5-0.5b", layers=2)
+    trainer = StreamTrainer.from_config(
+        config, config=StreamConfig(pack_tokens=2048, compile=True), adamw=AdamWConfig()
+    )
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    trainer.warm_up()
+    graphs = counters["stats"]["unique_graphs"]
+    data = [torch.randint(0, config.vocab_size, (n,)) for n in (700, 300, 900, 1500, 1000)]
+    packs = pack_sequences(data, max_tokens=2048)
+    for entropy in (True, False):
+        trainer.log_probs(packs, entropy=entropy)
+    trainer.forward_backward(packs, NegativeLogLikelihood(packs), final=True)
+    assert trainer.optim_step().stepped and graphs > 0
+    assert counters["stats"]["unique_graphs"] == graphs
+    trainer.close()
+
+
 def test_refused_pinning_is_a_warning_and_no_more(caplog):
     """The same memory twice: CUDA refuses, the region stays pageable, and the next kernel does not report the refusal."""
     from megatrain_rl.host import pinned

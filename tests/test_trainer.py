@@ -16,6 +16,7 @@ from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.model.decoder import decoder_spec
 from megatrain_rl.objectives import NegativeLogLikelihood, ObjectiveOutput
 from megatrain_rl.ops.adamw import join_master
+from megatrain_rl.streaming.executor import StreamExecutor
 from megatrain_rl.trainer import StreamTrainer
 
 
@@ -494,6 +495,52 @@ def test_closed_trainer_says_so(tmp_path):
     ):
         with pytest.raises(ValueError, match="the trainer is closed"):
             call()
+
+
+def test_memory_is_reserved_before_the_model_is_read(tmp_path, monkeypatch):
+    """The plan is there by then; an error of the caller ends the loading and leaves nothing."""
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
+    seen = []
+    fill = StreamTrainer._set
+    monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: (seen.append("weights"), fill(self, *args)))
+    tiny.trainer(directory, on_reserved=lambda trainer: seen.append(trainer.plan.pack_tokens)).close()
+    assert seen[0] > 0 and "weights" not in seen[:1] and "weights" in seen
+    closed = []
+    monkeypatch.setattr(StreamExecutor, "close", lambda self: closed.append(self))
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        tiny.trainer(directory, on_reserved=lambda trainer: 1 / 0)
+    assert len(closed) == 1 and threading.active_count() == before
+
+
+@pytest.mark.parametrize("pack_tokens", [None, 3], ids=["planned", "short"])
+def test_warming_up_changes_nothing(tmp_path, device, pack_tokens):
+    """The steps after it are those of a trainer that did not, to the bit; gradients that wait for their step stay."""
+    directory = tiny.saved(tiny.model(tiny.config(tied=True)), tmp_path)
+    data = tiny.sequences()
+    packs = tiny.packs(data)
+    results = []
+    for warm in (False, True):
+        trainer = tiny.trainer(directory, device=device, pack_tokens=pack_tokens)
+        for _ in range(2):
+            if warm:
+                trainer.warm_up()
+            trainer.forward_backward(packs, tiny.WeightedLoss(tiny.token_weights(data)))
+            if warm:
+                trainer.warm_up()
+            assert trainer.optim_step().stepped
+        weights = [tensor.clone() for _, tensor in trainer.named_parameters()]
+        results.append((weights, [s.log_probs_T for s in trainer.log_probs(packs)]))
+        trainer.close()
+    for plain, warmed in zip(*results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, warmed, strict=True))
+
+
+def test_warming_up_a_forward_only_trainer(tmp_path):
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
+    trainer = StreamTrainer.from_pretrained(directory, config=StreamConfig(**tiny.FP32), adamw=None, device="cpu")
+    trainer.warm_up()
+    trainer.close()
 
 
 def test_refused_load_leaves_nothing_behind(tmp_path):

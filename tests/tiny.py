@@ -49,7 +49,13 @@ FP32 = dict(param_dtype="float32", grad_dtype="float32")
 
 
 def trainer(
-    directory: Path, *, device: str = "cpu", adamw: AdamWConfig | None = None, reference=False, **knobs
+    directory: Path,
+    *,
+    device: str = "cpu",
+    adamw: AdamWConfig | None = None,
+    reference=False,
+    on_reserved=None,
+    **knobs,
 ) -> StreamTrainer:
     return StreamTrainer.from_pretrained(
         directory,
@@ -57,6 +63,7 @@ def trainer(
         adamw=adamw or AdamWConfig(lr=1e-3),
         device=device,
         reference=reference,
+        on_reserved=on_reserved,
     )
 
 

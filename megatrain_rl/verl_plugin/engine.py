@@ -7,6 +7,7 @@ nothing); within `disable_adapter()` log-probs are the frozen reference's. VERL 
 import contextlib
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.trainer import StreamTrainer
-from megatrain_rl.verl_plugin import batch, checkpoint, preflight, process_group
+from megatrain_rl.verl_plugin import batch, checkpoint, loading, preflight, process_group
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER, MegaTrainEngineConfig, adamw_config, lr_schedule
 from megatrain_rl.verl_plugin.loss import LossFunction, VerlObjective, predict_mask
 from megatrain_rl.verl_plugin.weight_sync import stream_weights
@@ -62,7 +63,7 @@ class MegaTrainEngine(BaseEngine):
         self.engine_config = engine_config
         self.optimizer_config = None if engine_config.forward_only else optimizer_config
         self.mode: str | None = None
-        self.trainer: StreamTrainer | None = None
+        self._loading: Future[StreamTrainer] | None = None
         self._skipped_steps = 0
         self._step_follows = False
         self._weights = "policy"
@@ -101,13 +102,15 @@ class MegaTrainEngine(BaseEngine):
     # ---- life cycle ----
 
     def initialize(self) -> None:
-        """Load the model. The reference is taken here, from the model's files, so before any checkpoint is loaded."""
+        """Take the GPU memory and begin to load the model; see loading.py. The reference is taken here, from the model's files, so before
+        any checkpoint is loaded."""
         config = self._stream_config()
         # Ray sets OMP_NUM_THREADS=1 in its workers
         torch.set_num_threads(config.cpu_threads or usable_cores())
         optim = self.optimizer_config
-        self.trainer = StreamTrainer.from_pretrained(
+        self._loading = loading.load(
             self.model_config.local_path,
+            check=self._check_bucket_fits if get_device_name() == "cuda" and optim is not None else _nothing,
             config=config,
             adamw=None if optim is None else adamw_config(optim),
             schedule=None if optim is None else lr_schedule(optim),
@@ -115,19 +118,22 @@ class MegaTrainEngine(BaseEngine):
             reference=self._keeps_reference(),
             hf_config=self.model_config.hf_config,
         )
-        if get_device_name() == "cuda" and optim is not None:
-            self._check_bucket_fits()
 
-    def _check_bucket_fits(self) -> None:
+    @property
+    def trainer(self) -> StreamTrainer:
+        """Waits until it is loaded; an error of loading is raised here."""
+        assert self._loading is not None, "initialize() comes first"
+        return self._loading.result()
+
+    def _check_bucket_fits(self, trainer: StreamTrainer) -> None:
         """VERL's transfer bucket is allocated in this process, so inside the budget, while the trainer is idle."""
-        plan, spec = self.trainer.plan, self.trainer.spec
+        plan, spec, config = trainer.plan, trainer.spec, trainer.config
         bucket = self._bucket_bytes() or _DEFAULT_BUCKET_MEGABYTES << 20
-        largest = spec.vocab_size * spec.hidden_size * self.trainer.config.param_torch_dtype.itemsize
+        largest = spec.vocab_size * spec.hidden_size * config.param_torch_dtype.itemsize
         needed = plan.idle_bytes + bucket + (largest if largest > bucket else 0)
         if needed > plan.gpu_cap_bytes:
-            self.trainer.close()
             raise ValueError(
-                f"gpu_budget_gb={self.trainer.config.gpu_budget_gb:g} holds the trainer but not the weight transfer beside it: raise "
+                f"gpu_budget_gb={config.gpu_budget_gb:g} holds the trainer but not the weight transfer beside it: raise "
                 f"it by {(needed - plan.gpu_cap_bytes) / 1e9:.1f} or lower "
                 "rollout.checkpoint_engine.update_weights_bucket_megabytes"
             )
@@ -273,3 +279,7 @@ class MegaTrainEngine(BaseEngine):
         """`del_local_after_load` is about copies of remote files, of which there are none."""
         if local_path is not None:
             self.trainer.load_checkpoint(checkpoint.require(local_path))
+
+
+def _nothing(trainer: StreamTrainer) -> None:
+    pass

@@ -1,7 +1,8 @@
 """Where the time between the command and the first step goes, by phase.
 
 VERL's v1 trainer builds its parts one after the other in one process, so a phase is the time between two of its calls. They are marked by
-wrapping these calls; the table is printed when training begins. Only runs whose actor is ours are told. Installed by register.py.
+wrapping these calls; the table is printed when training begins. The trainer loads its model beside them and prints its own times
+(loading.py). Only runs whose actor is ours are told. Installed by register.py.
 """
 
 import functools
@@ -18,7 +19,7 @@ _FIRST = "Ray and the task runner"
 _MARKS = (
     ("PPOTrainer", "__init__", "begins", "tokenizer, data"),
     ("RayWorkerGroup", "__init__", "begins", "worker process"),
-    ("RayWorkerGroup", "__init__", "ends", "trainer, weights into host RAM"),
+    ("RayWorkerGroup", "__init__", "ends", "trainer, GPU memory"),
     ("RewardLoopManager", "__init__", "begins", "reward workers"),
     ("LLMServerManager", "create", "begins", "rollout engine"),
     ("CheckpointEngineManager", "__init__", "begins", "checkpoint"),

@@ -195,8 +195,9 @@ def test_pruning_touches_no_other_names_and_no_links(tmp_path, role):
 def test_budget_must_hold_the_weight_transfer_too(tiny_model, monkeypatch):
     """The bucket of VERL's weight transfer is allocated inside the budget."""
     engine = make_engine(tiny_model, sync_bucket_megabytes=2048)
-    engine._check_bucket_fits()
-    cap = engine.trainer.plan.idle_bytes + (1 << 30)
-    monkeypatch.setattr(engine.trainer, "plan", dataclasses.replace(engine.trainer.plan, gpu_cap_bytes=cap))
+    trainer = engine.trainer
+    engine._check_bucket_fits(trainer)
+    cap = trainer.plan.idle_bytes + (1 << 30)
+    monkeypatch.setattr(trainer, "plan", dataclasses.replace(trainer.plan, gpu_cap_bytes=cap))
     with pytest.raises(ValueError, match="raise it by 1.1 or lower .*update_weights_bucket_megabytes"):
-        engine._check_bucket_fits()
+        engine._check_bucket_fits(trainer)

@@ -85,7 +85,7 @@ def test_phases_are_told_once_training_begins(monkeypatch, capsys):
     assert startup_times.install(module) is times
     run(module)
     assert times.phases_s() == {
-        "Ray and the task runner": 256, "tokenizer, data": 1, "worker process": 2, "trainer, weights into host RAM": 64,
+        "Ray and the task runner": 256, "tokenizer, data": 1, "worker process": 2, "trainer, GPU memory": 64,
         "reward workers": 4, "rollout engine": 8, "checkpoint": 16, "first weight sync": 32, "agent workers": 128,
     }  # fmt: skip
     told = capsys.readouterr().out

@@ -64,6 +64,7 @@ def command(folder: Path, device: str) -> list[str]:
         f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.log_prob_micro_batch_size_per_gpu=8",
         f"{rollout}.enforce_eager=true", f"{rollout}.max_model_len=256", f"{rollout}.max_num_seqs=32",
         f"{rollout}.max_num_batched_tokens=1024", f"+{rollout}.engine_kwargs.vllm.block_size=32",
+        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=1",
         f"{rollout}.agent.num_workers=1", f"{rollout}.n_gpus_per_node=1",
         "reward.num_workers=1", f"reward.custom_reward_function.path={folder}/reward.py",

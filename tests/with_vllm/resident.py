@@ -46,7 +46,7 @@ class ResidentEngine:
         """Start on the model's files. `settings` are AsyncEngineArgs."""
         arguments = AsyncEngineArgs(
             model=model, dtype=dtype, max_model_len=256, max_num_seqs=8, enforce_eager=True, load_format="auto",
-            skip_tokenizer_init=True, distributed_executor_backend="mp", enable_prefix_caching=True, block_size=32,
+            skip_tokenizer_init=True, distributed_executor_backend="uni", enable_prefix_caching=True, block_size=32,
             logprobs_mode="processed_logprobs", worker_extension_cls=_EXTENSION, **settings,
         )  # fmt: skip
         engine = AsyncLLM.from_engine_args(arguments)

@@ -1,0 +1,49 @@
+"""A trainer that loads its model on a thread while VERL starts the rollout engine. Used by engine.py.
+
+GPU memory is taken before `load` returns, since a rollout engine measures what is free when it starts. What follows takes minutes for a
+large model, as long as the engine's start: host RAM is pinned, weights are read, layers are compiled.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from megatrain_rl.trainer import StreamTrainer
+
+
+def load(
+    model_dir: str, *, check: Callable[[StreamTrainer], None], device: str, **settings: Any
+) -> "Future[StreamTrainer]":
+    """Returns once the trainer of `StreamTrainer.from_pretrained(model_dir, ...)` has its GPU memory; the future has the trainer when it is
+    ready to train, or the error. device: "cuda" is the caller's current one.
+
+    check: sees the trainer's plan before the model is loaded. What it raises, and what the trainer refuses by then, is raised here.
+    """
+    reserved: Future[None] = Future()
+    gpu = torch.cuda.current_device() if device == "cuda" else None
+
+    def on_reserved(trainer: StreamTrainer) -> None:
+        check(trainer)
+        reserved.set_result(None)
+
+    def work() -> StreamTrainer:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # each thread has its own
+        began = time.monotonic()
+        trainer = StreamTrainer.from_pretrained(model_dir, on_reserved=on_reserved, device=device, **settings)
+        loaded = time.monotonic()
+        trainer.warm_up()
+        # beside VERL's own start, whose phases startup_times.py prints
+        print(f"trainer: loaded in {loaded - began:.1f} s, warmed up in {time.monotonic() - loaded:.1f} s", flush=True)
+        return trainer
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="load-model")
+    loaded = executor.submit(work)
+    executor.shutdown(wait=False)
+    done, _ = wait([reserved, loaded], return_when=FIRST_COMPLETED)
+    for future in done:
+        future.result()
+    return loaded

@@ -1,0 +1,74 @@
+"""The model is loaded behind VERL's back: early refusals are raised at once, later errors by whoever wants the trainer."""
+
+import threading
+
+import pytest
+import torch
+import verl_cases
+
+from megatrain_rl.trainer import StreamTrainer
+from megatrain_rl.verl_plugin import loading
+from megatrain_rl.verl_plugin.engine import MegaTrainEngine
+
+
+@pytest.fixture
+def held_up(monkeypatch):
+    """Loading stops before the first weight until this event is set."""
+    event = threading.Event()
+    fill = StreamTrainer._set
+    monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: (event.wait(60), fill(self, *args)))
+    yield event
+    event.set()
+
+
+def test_initialize_returns_before_the_weights_are_read(world, tiny_model, held_up):
+    engine = verl_cases.make_engine(tiny_model)
+    assert not engine._loading.done()
+    waiting = threading.Thread(target=lambda: verl_cases.weights(engine))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "whoever wants weights waits"
+    held_up.set()
+    waiting.join(60)
+    assert not waiting.is_alive() and isinstance(engine.trainer, StreamTrainer)
+    assert engine.trainer is engine.trainer
+
+
+def test_what_the_trainer_refuses_is_raised_at_once(world, tiny_model):
+    with pytest.raises(ValueError, match="gpu_budget_gb"):
+        verl_cases.make_engine(tiny_model, gpu_budget_gb=0.5)
+
+
+def test_what_the_check_refuses_is_raised_at_once(world, tiny_model, held_up, monkeypatch):
+    def refuse(self, trainer):
+        raise ValueError(f"no room beside {trainer.plan.pack_tokens} tokens")
+
+    monkeypatch.setattr(MegaTrainEngine, "_check_bucket_fits", refuse)
+    monkeypatch.setattr("megatrain_rl.verl_plugin.engine._nothing", lambda trainer: refuse(None, trainer))
+    with pytest.raises(ValueError, match="no room beside"):
+        verl_cases.make_engine(tiny_model)
+
+
+def test_an_error_of_loading_is_raised_where_the_trainer_is_wanted(world, tiny_model, held_up, monkeypatch):
+    engine = verl_cases.make_engine(tiny_model)
+    monkeypatch.setattr(StreamTrainer, "warm_up", lambda self: 1 / 0)
+    held_up.set()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            engine.optimizer_step()
+
+
+def test_the_caller_s_device_is_the_trainer_s(tiny_model, monkeypatch):
+    """Threads have a current device each."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    def from_pretrained(model_dir, *, on_reserved, device):
+        chosen.append(device)
+        raise KeyError("far enough")
+
+    monkeypatch.setattr(StreamTrainer, "from_pretrained", from_pretrained)
+    with pytest.raises(KeyError):
+        loading.load(tiny_model, check=None, device="cuda")
+    assert chosen == [5, "cuda"]
