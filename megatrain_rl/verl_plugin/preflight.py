@@ -4,6 +4,7 @@
 so also covers SFT and other entry points. Called by register.py and engine.py.
 """
 
+import os
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -83,6 +84,9 @@ def check_run(config: DictConfig) -> None:
     gpu_share.resolve(config)
     weight_transfer_timeout.limit_seconds()
     startup_times.note_start()
+    # Host RAM is filled on purpose, up to the planned reserve; above 95 % in use Ray would kill a process that it holds guilty. Read by a
+    # cluster that this process starts.
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 
 def _check_adapter(path: str | None, prefix: str) -> None:

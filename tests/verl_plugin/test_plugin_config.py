@@ -1,6 +1,7 @@
 """Hydra composition, knobs, refusals: what a user sees before anything runs."""
 
 import dataclasses
+import os
 import pickle
 
 import pytest
@@ -42,6 +43,21 @@ def test_yaml_lists_every_knob_with_its_default():
     assert given == dataclasses.asdict(StreamConfig())
     actor = omega_conf_to_dataclass(composed(*OURS, *RUN).actor_rollout_ref.actor)
     assert actor.engine.stream_config() == StreamConfig()
+
+
+@pytest.mark.parametrize(
+    "overrides, given, kept",
+    [(OURS, None, "0"), (OURS, "250", "250"), ([], None, None)],
+    ids=["ours", "set by hand", "another engine"],
+)
+def test_ray_does_not_kill_a_run_that_fills_host_ram(monkeypatch, overrides, given, kept):
+    """Ray's monitor, on by default, kills a process when 95 % of the host's memory is in use."""
+    name = "RAY_memory_monitor_refresh_ms"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    validate(*overrides)
+    assert os.environ.get(name) == kept
 
 
 def test_host_ram_is_left_to_the_rest_of_the_run(monkeypatch):
