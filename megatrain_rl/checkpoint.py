@@ -8,6 +8,7 @@
 Called by StreamTrainer with the optimizer at rest.
 """
 
+import errno
 import json
 import os
 import random
@@ -38,10 +39,12 @@ def save(
     state: dict[str, Any],
     companions_of: Path | None,
 ) -> None:
-    """Write everything to `DIRECTORY.tmp`, flush it to disk, and put it in the place of `directory`."""
+    """Write everything to `DIRECTORY.tmp`, flush it to disk, and put it in the place of `directory`. An OSError before anything is written
+    if the disk cannot hold it."""
     scratch = _beside(directory, "tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
+    _require_room(directory, spec, store, optimizer)
     named = ((block.names[n], store.view(block, n)) for block in spec.blocks for n in block.names)
     write_checkpoint(scratch / "huggingface", spec.config, named, companions_of)
     if optimizer is not None:
@@ -90,6 +93,20 @@ def load(directory: Path, spec: DecoderSpec, store: HostStore, optimizer: HostAd
     store.recovered()
     _restore_rng(directory, state["python_rng"])
     return state
+
+
+def _require_room(directory: Path, spec: DecoderSpec, store: HostStore, optimizer: HostAdamW | None) -> None:
+    needed = spec.num_parameters * store.dtype.itemsize
+    if optimizer is not None:
+        needed += sum(t.nbytes for block in spec.blocks for t in optimizer.state[block.name].tensors().values())
+    free = shutil.disk_usage(directory.parent).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free, nothing was written: make room, save elsewhere "
+            "(trainer.default_local_dir) or keep fewer (trainer.max_actor_ckpt_to_keep)",
+            str(directory),
+        )
 
 
 def _beside(directory: Path, suffix: str) -> Path:

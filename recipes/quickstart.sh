@@ -172,7 +172,7 @@ case $ROLLOUT in
     DEVICE=cuda DTYPE=bfloat16
     : "${HIDDEN:=128}"
     ROLLOUT_SETTINGS=(actor_rollout_ref.actor.megatrain.gpu_budget_gb=4 actor_rollout_ref.actor.megatrain.card_gb=24
-      actor_rollout_ref.rollout.max_model_len=128)
+      +actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni actor_rollout_ref.rollout.max_model_len=128)
     ;;
 esac
 unset RAY_ADDRESS

@@ -1,7 +1,9 @@
 """Resume equals uninterrupted, to the bit; what is broken is refused before anything changes; a crash costs nothing."""
 
+import errno
 import json
 import random
+import shutil
 
 import pytest
 import tiny
@@ -119,6 +121,24 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(tmp_path, monkeypatc
     trainer.save_checkpoint(tmp_path / "c")  # over an existing one and what the crash left
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "model"]
     trainer.close()
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path / "model"))
+    trainer.save_checkpoint(tmp_path / "run" / "1")
+    size = sum(file.stat().st_size for file in (tmp_path / "run" / "1").rglob("*.safetensors"))
+    usage = shutil.disk_usage(tmp_path)
+    for free, fits in ((int(0.9 * size), False), (int(1.1 * size), True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        if fits:
+            trainer.save_checkpoint(tmp_path / "run" / "2")
+            continue
+        with pytest.raises(
+            OSError, match="a checkpoint takes 0.0 GB and 0.0 GB are free, nothing was written"
+        ) as raised:
+            trainer.save_checkpoint(tmp_path / "run" / "2")
+        assert raised.value.errno == errno.ENOSPC and [p.name for p in (tmp_path / "run").iterdir()] == ["1"]
+    assert (tmp_path / "run" / "2" / "trainer_state.json").is_file()
 
 
 def test_a_crash_between_the_renames_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
