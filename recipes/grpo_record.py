@@ -26,6 +26,7 @@ METRICS = {
     "optimizer_wait_s": (run_report.OPTIMIZER_WAIT, "s"),
     "tokens_per_s": ("perf/throughput", "1/s"),
     "prob_gap_mean": ("training/rollout_probs_diff_mean", ""),
+    "on_policy_kl": ("actor/ppo_kl", "nat"),  # of the update's log-probs to the old ones: 0 where the ratio is 1
     "log_prob_gap_mean": ("megatrain/rollout_log_prob_gap_mean", "nat"),
 }
 PEAKS = {
@@ -66,6 +67,10 @@ def fill(record: Record, case: str, folder: Path, skip: int) -> None:
         values = [data[key] for data in steady if key in data]
         if values:
             record.result(case, name, statistics.median(values), unit)
+    phases = run_report.startup_s(folder / "megatrain")
+    if phases:
+        record.say(f"{case} start-up: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items()))
+        record.result(case, "startup_s", sum(phases.values()), "s")
     lines = run_report.read(folder / "megatrain")
     for name, column in PEAKS.items():
         peak = peak_gib(lines, column)

@@ -2,7 +2,8 @@
 # The records of GRPO with vLLM: the 7 B recipe with random weights, on one GPU told that it has 80 GB, beside 128 GiB of host memory,
 # and learning with a small model.
 #   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [32x8] [learning]     all four without arguments
-# 8x2: 8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16. 32x8: without a KL term, moments in fp32.
+# 8x2: 8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16. 32x8: without a KL term, moments in fp32,
+# temperature 0.7.
 # Answers of random weights are noise, so their rewards are arbitrary numbers: equal ones would make every gradient zero.
 # WORK: model, data, outputs (default outputs/measure). RECORDS: where the records go (default recipes/records). PYTHON: as in the recipes.
 set -euo pipefail
@@ -46,7 +47,7 @@ run() {
 }
 
 # host_reserve_gb: the state takes 107 of the host's 135 GB here; what is not reserved is filled with layer inputs
-32x8() { run 32x8 32 8 4 1 actor_rollout_ref.actor.megatrain.host_reserve_gb=16; }
+32x8() { run 32x8 32 8 4 1 actor_rollout_ref.actor.megatrain.host_reserve_gb=16 actor_rollout_ref.rollout.temperature=0.7; }
 
 learning() {
     local out=$work/learning

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain_rl.verl_plugin import run_report
+from megatrain_rl.verl_plugin import run_report, startup_times
 from megatrain_rl.verl_plugin.memory_watch import MemoryWatch, Point, open_gpus
 from megatrain_rl.verl_plugin.run_processes import RunProcesses
 
@@ -35,10 +35,17 @@ class RunMonitor:
     """One run. `add` once per call of the logger, `close` at the end, also of a failed run. A trainer that holds more than `gpu_budget_gb`
     is told once."""
 
-    def __init__(self, folder: Path, watch: MemoryWatch, gpu_budget_gb: float | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        watch: MemoryWatch,
+        *,
+        gpu_budget_gb: float | None = None,
+        startup_s: dict[str, float] | None = None,
+    ):
         self._folder = folder
         self._gpu_budget_gb = gpu_budget_gb
-        self._file = run_report.RunFile(folder)
+        self._file = run_report.RunFile(folder, startup_s)
         self._watch = watch.start()
         self._waited_s = 0.0
         self._pid = os.getpid()
@@ -199,7 +206,12 @@ def _start(config: dict[str, Any] | None) -> RunMonitor | None:
         if not is_ours(config):
             return None
         folder = Path(config["trainer"]["default_local_dir"]) / FOLDER
-        monitor = RunMonitor(folder, MemoryWatch(RunProcesses(), open_gpus()), gpu_budget_gb(config))
+        monitor = RunMonitor(
+            folder,
+            MemoryWatch(RunProcesses(), open_gpus()),
+            gpu_budget_gb=gpu_budget_gb(config),
+            startup_s=startup_times.phases_here(),
+        )
     except Exception:
         log.warning("the run is not watched (megatrain/* metrics, run.jsonl); training goes on", exc_info=True)
         return None

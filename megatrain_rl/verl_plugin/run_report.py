@@ -1,6 +1,6 @@
 """The record of a run, `run.jsonl`, and its two pictures, `memory.png` and `stages.png`, in one folder.
 
-A line per start, {"start": Unix seconds}, and one per call of VERL's logger: {"step", "time", "stages_s" (VERL's timing_s/*), "metrics"
+A line per start, {"start": Unix seconds, "startup_s": seconds by phase}, and one per call of VERL's logger: {"step", "time", "stages_s" (VERL's timing_s/*), "metrics"
 (ours), "memory": {"time": [...], column in GiB: [[least, most], ...]}}. Lines are complete when they are written, so a killed run
 leaves those of its steps; a resumed run appends, and the pictures show the last start:
 
@@ -36,10 +36,10 @@ _PANELS = (
 
 
 class RunFile:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, startup_s: dict[str, float] | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "run.jsonl").open("a", buffering=1)
-        self._write({"start": time.time()})
+        self._write({"start": time.time(), "startup_s": startup_s or {}})
 
     def write(
         self, *, step: int | None, stages_s: dict[str, float], metrics: dict[str, float], memory: list[Point]
@@ -63,6 +63,17 @@ class RunFile:
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Lines since the last start, a torn last one left out."""
+    return _read(folder)[1]
+
+
+def startup_s(folder: Path) -> dict[str, float]:
+    """Seconds of each phase before the first step of the last start; empty where VERL's trainer was not timed (SFT)."""
+    return _read(folder)[0].get("startup_s", {})
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The line of the last start and those since."""
+    start: dict[str, Any] = {}
     lines: list[dict[str, Any]] = []
     for text in (folder / "run.jsonl").read_text().splitlines():
         try:
@@ -70,10 +81,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
         if "start" in line:
-            lines.clear()
+            start, lines = line, []
         else:
             lines.append(line)
-    return lines
+    return start, lines
 
 
 def draw(folder: Path) -> list[Path]:

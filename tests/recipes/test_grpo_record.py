@@ -20,7 +20,8 @@ def write_run(folder: Path, seconds: list[float]) -> None:
         "\n".join(json.dumps(e) for e in [*entries, {"step": 9, "data": {"val/reward": 1}}])
     )
     memory = {"time": [0.0, 1.0], "trainer_gpu_gib": [[7.0, 8.0], [1.0, 8.25]], "both_gpu_gib": [None, [60.0, 71.5]]}
-    lines = [{"start": 0.0}, {"step": 1, "time": 0.0, "stages_s": {}, "metrics": {}, "memory": memory}]
+    start = {"start": 0.0, "startup_s": {"Ray": 60.0, "rollout engine": 90.5}}
+    lines = [start, {"step": 1, "time": 0.0, "stages_s": {}, "metrics": {}, "memory": memory}]
     (folder / "megatrain" / "run.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
 
 
@@ -40,6 +41,8 @@ def test_medians_and_peaks(tmp_path):
     assert figures["step_s"] == (11.0, "s") and figures["generate_s"] == (5.5, "s")
     assert figures["tokens_per_s"] == (pytest.approx(1000 / 11, rel=1e-3), "1/s")
     assert figures["trainer_process_peak_gib"] == (8.25, "GiB") and figures["both_processes_peak_gib"] == (71.5, "GiB")
+    assert figures["startup_s"] == (150.5, "s")
+    assert "8x2 start-up: Ray 60.0 s, rollout engine 90.5 s" in record["raw"]
     assert record["command"] == "bash recipes/x.sh" and {r["case"] for r in record["results"]} == {"8x2"}
     assert [line.startswith(("8x2 step 1 (not counted)", "8x2 step 2 (not counted)")) for line in record["raw"][:3]] == [
         True, True, False,

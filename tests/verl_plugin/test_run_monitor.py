@@ -182,7 +182,7 @@ def test_without_matplotlib_the_record_is_left(proc, tmp_path, monkeypatch, capl
     assert caplog.text.count("no pictures of the run without matplotlib") == 1
     assert "no longer watched" not in caplog.text
     assert [json.loads(line).keys() for line in (tmp_path / "out" / "run.jsonl").read_text().splitlines()] == [
-        {"start"}, {"step", "time", "stages_s", "metrics", "memory"},
+        {"start", "startup_s"}, {"step", "time", "stages_s", "metrics", "memory"},
     ]  # fmt: skip
 
 

@@ -85,6 +85,14 @@ def test_a_killed_and_resumed_run(tmp_path):
     assert (tmp_path / "run.jsonl").read_text().count('"stages_s"') == 5
 
 
+def test_startup_of_the_last_start(tmp_path):
+    for phases in ({"Ray": 60.0}, {"Ray": 50.0, "rollout engine": 90.0}):
+        run_report.RunFile(tmp_path, phases).close()
+        assert run_report.startup_s(tmp_path) == phases
+    write_run(tmp_path)
+    assert run_report.startup_s(tmp_path) == {}
+
+
 def test_missing_columns_are_null(tmp_path):
     file = run_report.RunFile(tmp_path)
     file.write(step=1, stages_s={}, metrics={}, memory=points(1) + points(1, gpu=False, begin=1001.0))

@@ -71,6 +71,11 @@ def fake_time(monkeypatch):
     monkeypatch.delenv(startup_times.STARTED_VARIABLE, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def no_times_are_left(monkeypatch):
+    monkeypatch.setattr(startup_times, "_times", None)
+
+
 def run(module):
     trainer = module.PPOTrainer()
     trainer.init()
@@ -84,7 +89,7 @@ def test_phases_are_told_once_training_begins(monkeypatch, capsys):
     times = startup_times.install(module)
     assert startup_times.install(module) is times
     run(module)
-    assert times.phases_s() == {
+    assert startup_times.phases_here() == times.phases_s() == {
         "Ray and the task runner": 256, "tokenizer, data": 1, "worker process": 2, "trainer, GPU memory": 64,
         "reward workers": 4, "rollout engine": 8, "checkpoint": 16, "first weight sync": 32, "agent workers": 128,
     }  # fmt: skip
