@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The records of GRPO with vLLM: the 7 B recipe with random weights, on one GPU told that it has 80 GB, beside 128 GiB of host memory,
 # and learning with a small model.
-#   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [32x8] [learning]     all four without arguments
-# 8x2: 8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16. 32x8: without a KL term, moments in fp32,
-# temperature 0.7.
+#   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [8x2-fp8] [32x8] [learning]     all five without arguments
+# 8x2: 8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16. 8x2-fp8: the same with vLLM in FP8. 32x8:
+# without a KL term, moments in fp32, temperature 0.7.
 # Answers of random weights are noise, so their rewards are arbitrary numbers: equal ones would make every gradient zero.
 # WORK: model, data, outputs (default outputs/measure). RECORDS: where the records go (default recipes/records). PYTHON: as in the recipes.
 set -euo pipefail
@@ -42,8 +42,12 @@ run() {
     "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}" --skip "$uncounted"
 }
 
-8x2() {
-    run 8x2 8 2 7 2 actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.megatrain.optimizer_state_dtype=bfloat16
+with_kl=(actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.megatrain.optimizer_state_dtype=bfloat16)
+
+8x2() { run 8x2 8 2 7 2 "${with_kl[@]}"; }
+
+8x2-fp8() {
+    run 8x2-fp8 8 2 5 2 "${with_kl[@]}" actor_rollout_ref.rollout.quantization=fp8 algorithm.rollout_correction.rollout_is=token
 }
 
 # host_reserve_gb: the state takes 107 of the host's 135 GB here; what is not reserved is filled with layer inputs
@@ -57,6 +61,6 @@ learning() {
     "$PYTHON" recipes/learning_record.py "$out" small "${to[@]}"
 }
 
-for what in "${@:-prepare 8x2 32x8 learning}"; do
+for what in "${@:-prepare 8x2 8x2-fp8 32x8 learning}"; do
     for name in $what; do "$name"; done
 done
