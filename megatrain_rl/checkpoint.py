@@ -99,8 +99,8 @@ def _require_room(directory: Path, spec: DecoderSpec, store: HostStore, optimize
     needed = spec.num_parameters * store.dtype.itemsize
     if optimizer is not None:
         needed += sum(t.nbytes for block in spec.blocks for t in optimizer.state[block.name].tensors().values())
-    free = shutil.disk_usage(directory.parent).free
-    if needed > free:
+    total, _, free = shutil.disk_usage(directory.parent)
+    if needed > free and total:  # some file systems over a network report 0 of 0
         raise OSError(
             errno.ENOSPC,
             f"a checkpoint takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free, nothing was written: make room, save elsewhere "

@@ -39,6 +39,7 @@ from megatrain_rl.model.hf_io import CheckpointReader
 from megatrain_rl.objectives import NegativeLogLikelihood, Objective, TokenStats
 from megatrain_rl.ops.adamw import split_master
 from megatrain_rl.optim.host_adamw import HostAdamW, Interval, make_library
+from megatrain_rl.optim.library import LibraryAdamW
 from megatrain_rl.optim.lr_schedule import LRSchedule
 from megatrain_rl.optim.speculation import SpeculationGate
 from megatrain_rl.planner import PACK_MULTIPLE, check_packs, cut_sweeps, make_plan
@@ -91,14 +92,7 @@ class StreamTrainer:
             self.plan.max_pack_tokens,
             self.plan.host_bytes / 1e9,
         )
-        if on_reserved is not None:
-            try:
-                on_reserved(self)
-            except BaseException:
-                self._executor.close()
-                raise
-        pin = device.type == "cuda"
-        self._store = HostStore(spec, config.param_torch_dtype, pin=pin)
+        self._store: HostStore | None = None
         self._reference: WeightStore | None = None
         self._companions: Path | None = None
         self._gradients: HostGradients | None = None
@@ -107,15 +101,27 @@ class StreamTrainer:
         self._step_promised = False
         self._skipped_steps = 0
         self._closed = False
-        if adamw is not None:
-            self.schedule = schedule or LRSchedule(base_lr=adamw.lr)
-            self._gradients = HostGradients(spec, config.grad_torch_dtype, pin=pin)
-            self._optimizer = HostAdamW(
-                spec, self._store, self._gradients, adamw, library,
-                state_dtype=config.optimizer_state_torch_dtype, threads=config.cpu_threads or optimizer_threads(),
-            )  # fmt: skip
-            self._executor.enable_training(self._gradients, on_landed=self._optimizer.offer)
-            self._gate = SpeculationGate(adamw.clip_grad)
+        try:
+            if on_reserved is not None:
+                on_reserved(self)
+            self._take_host_memory(library, schedule)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_host_memory(self, library: LibraryAdamW | None, schedule: LRSchedule | None) -> None:
+        spec, config, pin = self.spec, self.config, self._device.type == "cuda"
+        self._store = HostStore(spec, config.param_torch_dtype, pin=pin)
+        if self.adamw is None:
+            return
+        self.schedule = schedule or LRSchedule(base_lr=self.adamw.lr)
+        self._gradients = HostGradients(spec, config.grad_torch_dtype, pin=pin)
+        self._optimizer = HostAdamW(
+            spec, self._store, self._gradients, self.adamw, library,
+            state_dtype=config.optimizer_state_torch_dtype, threads=config.cpu_threads or optimizer_threads(),
+        )  # fmt: skip
+        self._executor.enable_training(self._gradients, on_landed=self._optimizer.offer)
+        self._gate = SpeculationGate(self.adamw.clip_grad)
 
     @classmethod
     def from_pretrained(
@@ -166,6 +172,7 @@ class StreamTrainer:
         """Random weights: matrices normal with the config's `initializer_range`, norm weights 1, biases 0. The numbers depend on
         the device they are drawn on."""
         trainer = cls(decoder_spec(hf_config), config, adamw, schedule, torch.device(device), reference=False)
+        trainer._executor.use_reservation()
         generator = torch.Generator(device=device).manual_seed(seed)
         for block in trainer.spec.blocks:
             for name, slot in block.layout.slots.items():
@@ -183,10 +190,11 @@ class StreamTrainer:
         return self.plan.pack_tokens
 
     def warm_up(self) -> None:
-        """Do now what the first step would do beside its work: compile layers and head, load kernels. One small pack, forward and
-        backward; weights, gradients and optimizer state stay as they are."""
-        most = min(PACK_MULTIPLE, self.pack_tokens)
-        lengths = [max(2, most // 2), most, max(2, 3 * most // 4)]
+        """Do now what the first step would do beside its work: compile layers and head, load kernels; but the gradient of an entropy, if the
+        objective has one, is compiled when it first comes. Weights, gradients and optimizer state stay as they are."""
+        # On a GPU a whole pack: what is compiled is tuned for the size that it is first called with.
+        tokens = self.pack_tokens if self._device.type == "cuda" else min(self.pack_tokens, PACK_MULTIPLE)
+        lengths = [max(1, tokens // 2), max(1, tokens // 3)]
         packs = pack_sequences([torch.zeros(n, dtype=torch.long) for n in lengths], max_tokens=self.pack_tokens)
         for entropy in (False, True):
             self.log_probs(packs, entropy=entropy)
@@ -362,13 +370,9 @@ class StreamTrainer:
         if self._closed:
             return
         self._closed = True
-        self._executor.close()
-        if self._optimizer is not None:
-            self._optimizer.close()
-            self._gradients.close()
-        if self._reference is not None:
-            self._reference.close()
-        self._store.close()
+        for part in (self._executor, self._optimizer, self._gradients, self._reference, self._store):
+            if part is not None:
+                part.close()
 
     # ---- inside ----
 

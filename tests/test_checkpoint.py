@@ -139,6 +139,8 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
             trainer.save_checkpoint(tmp_path / "run" / "2")
         assert raised.value.errno == errno.ENOSPC and [p.name for p in (tmp_path / "run").iterdir()] == ["1"]
     assert (tmp_path / "run" / "2" / "trainer_state.json").is_file()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(total=0, free=0))
+    trainer.save_checkpoint(tmp_path / "run" / "3")
 
 
 def test_a_crash_between_the_renames_keeps_the_previous_checkpoint(tmp_path, monkeypatch):

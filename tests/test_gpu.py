@@ -241,6 +241,26 @@ def test_compiling_the_exact_attention_path_is_refused(tmp_path):
         tiny.trainer(directory, device="cuda", param_dtype="bfloat16", attention="sdpa", compile=True)
 
 
+def test_the_reservation_stays_when_others_empty_the_cache(tmp_path):
+    """VERL does once the model is set up, and then a rollout engine measures what is free."""
+    directory = tiny.saved(tiny.model(tiny.config(layers=3), dtype=torch.bfloat16), tmp_path)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    held = []
+
+    def others(trainer):
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_reserved() - before)
+
+    trainer = tiny.trainer(directory, device="cuda", param_dtype="bfloat16", gpu_budget_gb=3.0, on_reserved=others)
+    others(trainer)
+    trainer.warm_up()
+    others(trainer)
+    assert min(held) > 0.9 * trainer.plan.gpu_cap_bytes and max(held) <= trainer.plan.gpu_cap_bytes
+    trainer.close()
+
+
 def test_expandable_segments_of_others_do_not_matter(tmp_path):
     """VERL switches them off and on around its weight transfer, and empties the cache."""
     directory = tiny.saved(tiny.model(tiny.config(layers=3), dtype=torch.bfloat16), tmp_path)

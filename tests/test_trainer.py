@@ -497,19 +497,26 @@ def test_closed_trainer_says_so(tmp_path):
             call()
 
 
-def test_memory_is_reserved_before_the_model_is_read(tmp_path, monkeypatch):
-    """The plan is there by then; an error of the caller ends the loading and leaves nothing."""
+def test_the_caller_sees_the_plan_before_the_model_is_read(tmp_path, monkeypatch):
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
     seen = []
     fill = StreamTrainer._set
     monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: (seen.append("weights"), fill(self, *args)))
     tiny.trainer(directory, on_reserved=lambda trainer: seen.append(trainer.plan.pack_tokens)).close()
-    assert seen[0] > 0 and "weights" not in seen[:1] and "weights" in seen
+    assert seen[:2] == [48, "weights"]
+
+
+@pytest.mark.parametrize("where", ["the caller", "host memory"])
+def test_a_trainer_that_is_not_built_leaves_nothing(tmp_path, monkeypatch, where):
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
+    if where == "host memory":
+        monkeypatch.setattr(StreamExecutor, "enable_training", lambda self, *args, **more: 1 / 0)
     closed = []
-    monkeypatch.setattr(StreamExecutor, "close", lambda self: closed.append(self))
+    close = StreamExecutor.close
+    monkeypatch.setattr(StreamExecutor, "close", lambda self: (closed.append(self), close(self)))
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError):
-        tiny.trainer(directory, on_reserved=lambda trainer: 1 / 0)
+        tiny.trainer(directory, on_reserved=(lambda trainer: 1 / 0) if where == "the caller" else None)
     assert len(closed) == 1 and threading.active_count() == before
 
 

@@ -93,7 +93,8 @@ class StreamExecutor:
         with within_budget(device, plan.gpu_cap_bytes):
             self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
             self._runner.warm_up()
-            reserve_device_memory(device, plan.reserved_bytes)
+            # until something is cut from it: VERL empties the cache once the model is set up
+            self._reservation = reserve_device_memory(device, plan.reserved_bytes)
             self._activations = ActivationStore(
                 self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
             )
@@ -116,7 +117,13 @@ class StreamExecutor:
                 on_landed(block, norm)
 
         self._gradients = gradients
-        self._slabs = GradSlabPool(self._lanes, self._device, on_landed=landed, **self._slab_settings)
+        self.use_reservation()
+        with within_budget(self._device, self._plan.gpu_cap_bytes):
+            self._slabs = GradSlabPool(self._lanes, self._device, on_landed=landed, **self._slab_settings)
+
+    def use_reservation(self) -> None:
+        """From now on the reserved memory is there to be cut, and what is cut from it keeps it."""
+        self._reservation = None
 
     def padded_tokens(self, pack: PackedBatch) -> int:
         """Tokens of `pack` as layers see it."""
@@ -192,6 +199,7 @@ class StreamExecutor:
         self._ring.abandon()
 
     def _begin(self, packs: Sequence[PackedBatch], schedule: LayerSchedule) -> tuple[list[DevicePack], HiddenStates]:
+        self.use_reservation()
         tokens = [self.padded_tokens(pack) for pack in packs]
         self._activations.begin(schedule.num_slots, tokens)
         before = 0

@@ -40,12 +40,12 @@ class DeviceArena:
         self._pool = None
 
 
-def reserve_device_memory(device: torch.device, reserved_bytes: int) -> None:
-    """Take a segment of this size from the driver, or find one that is free, and give it back to the cache at once. What the process
-    keeps for ever must have been allocated before, or the segment could never be returned."""
+def reserve_device_memory(device: torch.device, reserved_bytes: int) -> torch.Tensor | None:
+    """Take a segment of this size from the driver, or find one that is free. It stays while the tensor lives, and after that while anything
+    that was cut from it does: `torch.cuda.empty_cache` gives back only what is wholly free. None on a CPU."""
     if device.type != "cuda":
-        return
-    torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
+        return None
+    return torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
 
 
 @contextlib.contextmanager

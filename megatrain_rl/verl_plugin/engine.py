@@ -110,7 +110,7 @@ class MegaTrainEngine(BaseEngine):
         optim = self.optimizer_config
         self._loading = loading.load(
             self.model_config.local_path,
-            check=self._check_bucket_fits if get_device_name() == "cuda" and optim is not None else _nothing,
+            check=self._check_bucket_fits,
             config=config,
             adamw=None if optim is None else adamw_config(optim),
             schedule=None if optim is None else lr_schedule(optim),
@@ -127,6 +127,8 @@ class MegaTrainEngine(BaseEngine):
 
     def _check_bucket_fits(self, trainer: StreamTrainer) -> None:
         """VERL's transfer bucket is allocated in this process, so inside the budget, while the trainer is idle."""
+        if get_device_name() != "cuda" or trainer.adamw is None:
+            return
         plan, spec, config = trainer.plan, trainer.spec, trainer.config
         bucket = self._bucket_bytes() or _DEFAULT_BUCKET_MEGABYTES << 20
         largest = spec.vocab_size * spec.hidden_size * config.param_torch_dtype.itemsize
@@ -279,7 +281,3 @@ class MegaTrainEngine(BaseEngine):
         """`del_local_after_load` is about copies of remote files, of which there are none."""
         if local_path is not None:
             self.trainer.load_checkpoint(checkpoint.require(local_path))
-
-
-def _nothing(trainer: StreamTrainer) -> None:
-    pass

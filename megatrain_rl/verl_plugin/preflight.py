@@ -22,7 +22,7 @@ def _refuse(condition: bool, setting: str, value: Any, instead: str) -> None:
 
 def check_run(config: DictConfig) -> None:
     """Raise one ValueError if a run whose actor or reference is ours asks for what we do not have; fill in the rollout engine's share of
-    the card."""
+    the card, and set the environment of a Ray cluster that this process will start."""
     roles = config.actor_rollout_ref
     critic = OmegaConf.select(config, "critic.strategy")
     for role in ("actor", "ref"):  # the streaming knobs under a role make its engine ours, whatever its strategy says
@@ -71,6 +71,12 @@ def check_run(config: DictConfig) -> None:
         separate and config.trainer.device == "cuda" and need_reference_policy(config),
         "actor_rollout_ref.model.lora_adapter_path", None,
         "a reference engine of its own would plan the same GPU budget a second time, leave the setting at its default",
+    )  # fmt: skip
+    foreign = roles.actor.strategy == "megatrain" and roles.ref.strategy != "megatrain"
+    _refuse(
+        foreign and config.trainer.device == "cuda" and need_reference_policy(config),
+        "actor_rollout_ref.ref.strategy", roles.ref.strategy,
+        "a reference of another engine in the trainer's process has no room in its GPU budget, set it to megatrain",
     )  # fmt: skip
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     one_gpu = "set it to sync or colocate_async, which share one GPU"

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 
 def without_nccl() -> None:
-    """Replace a default group of one process that has NCCL in it by a gloo group, which serves CPU and CUDA tensors. Nobody may have
-    used the group yet: NCCL builds its communicator with the first collective."""
+    """Replace a default group of one process that has NCCL in it by a gloo group, which serves CPU and CUDA tensors. Nobody may have used or
+    kept the group yet: NCCL builds its communicator with the first collective, and a device mesh of one dimension keeps the group."""
     if dist.get_world_size() > 1 or "nccl" not in dist.get_backend_config():
         return
     dist.destroy_process_group()

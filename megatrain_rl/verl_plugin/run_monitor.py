@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain_rl.config import StreamConfig
 from megatrain_rl.verl_plugin import run_report, startup_times
 from megatrain_rl.verl_plugin.memory_watch import MemoryWatch, Point, open_gpus
 from megatrain_rl.verl_plugin.run_processes import RunProcesses
@@ -226,9 +227,9 @@ def is_ours(config: dict[str, Any] | None) -> bool:
     return "megatrain" in (actor.get("strategy"), engine.get("strategy"))
 
 
-def gpu_budget_gb(config: dict[str, Any]) -> float | None:
-    """What the run's config sets, where it has the setting."""
+def gpu_budget_gb(config: dict[str, Any]) -> float:
+    """What is in force in a run of ours; one whose config lacks the setting (model_engine=dp) has the default."""
     actor = (config.get("actor_rollout_ref") or {}).get("actor") or {}
     engine = config.get("engine") or {}
-    budget = (actor.get("megatrain") or {}).get("gpu_budget_gb", engine.get("gpu_budget_gb"))
-    return None if budget is None else float(budget)
+    default = StreamConfig().gpu_budget_gb
+    return float((actor.get("megatrain") or {}).get("gpu_budget_gb", engine.get("gpu_budget_gb", default)))

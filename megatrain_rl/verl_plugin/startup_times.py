@@ -22,8 +22,8 @@ _MARKS = (
     ("RayWorkerGroup", "__init__", "ends", "trainer, GPU memory"),
     ("RewardLoopManager", "__init__", "begins", "reward workers"),
     ("LLMServerManager", "create", "begins", "rollout engine"),
-    ("CheckpointEngineManager", "__init__", "begins", "checkpoint"),
-    ("PPOTrainer", "_setup", "ends", "first weight sync"),
+    ("CheckpointEngineManager", "__init__", "begins", "rest of the model, checkpoint"),
+    ("PPOTrainer", "_setup", "ends", "rest of the model, first weight sync"),
     ("PPOTrainer", "init", "ends", "agent workers"),
     ("PPOTrainer", "fit", "begins", ""),
 )

@@ -196,6 +196,7 @@ def test_budget_must_hold_the_weight_transfer_too(tiny_model, monkeypatch):
     """The bucket of VERL's weight transfer is allocated inside the budget."""
     engine = make_engine(tiny_model, sync_bucket_megabytes=2048)
     trainer = engine.trainer
+    monkeypatch.setattr("megatrain_rl.verl_plugin.engine.get_device_name", lambda: "cuda")
     engine._check_bucket_fits(trainer)
     cap = trainer.plan.idle_bytes + (1 << 30)
     monkeypatch.setattr(trainer, "plan", dataclasses.replace(trainer.plan, gpu_cap_bytes=cap))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import verl_cases
 
+from megatrain_rl import trainer as trainer_module
 from megatrain_rl.trainer import StreamTrainer
 from megatrain_rl.verl_plugin import loading
 from megatrain_rl.verl_plugin.engine import MegaTrainEngine
@@ -44,18 +45,37 @@ def test_what_the_check_refuses_is_raised_at_once(world, tiny_model, held_up, mo
         raise ValueError(f"no room beside {trainer.plan.pack_tokens} tokens")
 
     monkeypatch.setattr(MegaTrainEngine, "_check_bucket_fits", refuse)
-    monkeypatch.setattr("megatrain_rl.verl_plugin.engine._nothing", lambda trainer: refuse(None, trainer))
     with pytest.raises(ValueError, match="no room beside"):
         verl_cases.make_engine(tiny_model)
 
 
-def test_an_error_of_loading_is_raised_where_the_trainer_is_wanted(world, tiny_model, held_up, monkeypatch):
+def test_an_error_of_loading_is_logged_and_raised_where_the_trainer_is_wanted(
+    world, tiny_model, held_up, monkeypatch, caplog
+):
     engine = verl_cases.make_engine(tiny_model)
+    closed = []
+    close = StreamTrainer.close
+    monkeypatch.setattr(StreamTrainer, "close", lambda self: (closed.append(self), close(self)))
     monkeypatch.setattr(StreamTrainer, "warm_up", lambda self: 1 / 0)
     held_up.set()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             engine.optimizer_step()
+    assert caplog.text.count("the model could not be loaded") == len(closed) == 1
+
+
+def test_the_second_trainer_plans_when_the_first_has_its_memory(world, tiny_model, held_up, monkeypatch):
+    planned = []
+    plan = trainer_module.make_plan
+    monkeypatch.setattr(trainer_module, "make_plan", lambda *args, **more: (planned.append(1), plan(*args, **more))[1])
+    verl_cases.make_engine(tiny_model)
+    second = threading.Thread(target=lambda: verl_cases.make_engine(tiny_model))
+    second.start()
+    second.join(0.5)
+    assert second.is_alive() and len(planned) == 1
+    held_up.set()
+    second.join(60)
+    assert not second.is_alive() and len(planned) == 2
 
 
 def test_the_caller_s_device_is_the_trainer_s(tiny_model, monkeypatch):

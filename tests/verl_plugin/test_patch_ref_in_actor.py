@@ -41,7 +41,7 @@ def test_no_reference_without_a_kl_term():
 
 
 def test_reference_of_another_strategy_is_left_alone():
-    config = validate(DP[0], "actor_rollout_ref.ref.strategy=fsdp", KL)
+    config = validate(DP[0], "actor_rollout_ref.ref.strategy=fsdp", KL, "trainer.device=cpu")
     assert roles(config) == {Role.ActorRolloutRef}
 
 

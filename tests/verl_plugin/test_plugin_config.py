@@ -152,6 +152,13 @@ def test_a_reference_of_its_own_is_refused_on_cuda():
     validate(*OURS, *separate, "trainer.device=cpu")
 
 
+def test_a_reference_of_another_engine_is_refused_on_cuda():
+    mixed = [DP[0], "actor_rollout_ref.ref.strategy=fsdp", "trainer.device=cuda"]
+    with pytest.raises(ValueError, match="ref.strategy=fsdp: not supported .* set it to megatrain"):
+        validate(*mixed, "actor_rollout_ref.actor.use_kl_loss=true")
+    validate(*mixed)
+
+
 @pytest.mark.parametrize("key", ["forward_only=true", "strategy=fsdp", "reference_for_kl_loss=false"])
 def test_what_follows_from_other_settings_cannot_be_set(key):
     with pytest.raises(ConfigCompositionException, match="follows from other settings and cannot be set"):

@@ -189,10 +189,10 @@ def test_without_matplotlib_the_record_is_left(proc, tmp_path, monkeypatch, capl
 @pytest.mark.parametrize(
     "config, budget",
     [
-        ({"actor_rollout_ref": {"actor": {"megatrain": {"gpu_budget_gb": 9}}}}, 9.0),
+        ({"actor_rollout_ref": {"actor": {"megatrain": {"gpu_budget_gb": 12}}}}, 12.0),
         ({"engine": {"gpu_budget_gb": 6.5}}, 6.5),
-        (CONFIG, None),
-        ({"actor_rollout_ref": None, "engine": None}, None),
+        (CONFIG, 9.0),
+        ({"actor_rollout_ref": None, "engine": None}, 9.0),
     ],
 )
 def test_the_budget_of_a_run(config, budget):

@@ -91,7 +91,8 @@ def test_phases_are_told_once_training_begins(monkeypatch, capsys):
     run(module)
     assert startup_times.phases_here() == times.phases_s() == {
         "Ray and the task runner": 256, "tokenizer, data": 1, "worker process": 2, "trainer, GPU memory": 64,
-        "reward workers": 4, "rollout engine": 8, "checkpoint": 16, "first weight sync": 32, "agent workers": 128,
+        "reward workers": 4, "rollout engine": 8, "rest of the model, checkpoint": 16,
+        "rest of the model, first weight sync": 32, "agent workers": 128,
     }  # fmt: skip
     told = capsys.readouterr().out
     assert told.startswith("start-up took 511.0 s: Ray and the task runner 256.0, ") and told.count("start-up") == 1

@@ -57,7 +57,8 @@ class Fsdp2Engine:
         losses = []
         for i, pack in enumerate(packs):
             # Summed on the device, 4 bytes a parameter there, and moved with the last: a move after every micro-batch, of what is
-            # then no longer the first gradient, is a copy into fresh pageable memory, and took five times as long.
+            # then no longer the first gradient, is a copy into fresh pageable memory. A step took five times as long that way
+            # (recipes/records/peers_unfinished_h200.json).
             self._model.set_requires_gradient_sync(i == len(packs) - 1)
             batch = MicroBatch.of(pack, objective.coefficients(pack), self._device, torch.bfloat16)
             loss = self._model(batch)
