@@ -83,10 +83,11 @@ def test_grpo_runs_ends_and_resumes(place, start):
     # one sync before the first step and one after each
     assert output.count("Successfully reset prefix cache") >= 4
     saved = int((first.folder / "ckpt" / "latest_checkpointed_iteration.txt").read_text())
-    assert saved in (max(steps), max(steps) - 1)
+    # a step is saved, then its weights are sent, then it is logged: the engine may have died in any of them
+    assert max(steps) - 1 <= saved <= max(steps) + 1
 
     second = start("second")
-    second.wait_for_step(max(steps) + 1, seconds=START_LIMIT[place.device])
+    second.wait_for_step(saved + 1, seconds=START_LIMIT[place.device])
     output = second.assert_ends(second.kill(TRAINER))
     assert "ActorDiedError" in output
     assert min(grpo_run.metrics(first.folder)) == saved + 1  # VERL's logger begins a new file
