@@ -9,11 +9,25 @@ from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-from verl_patches import failed_generation, process_group_cpu, ref_in_actor, replay_buffer_poll, weight_transfer_timeout
+from verl_patches import (
+    failed_generation,
+    no_detokenization,
+    process_group_cpu,
+    ref_in_actor,
+    replay_buffer_poll,
+    weight_transfer_timeout,
+)
 
 GATE = SpecifierSet(">=0.9.1,<0.10")
 
-PATCHES = (process_group_cpu, ref_in_actor, replay_buffer_poll, failed_generation, weight_transfer_timeout)
+PATCHES = (
+    process_group_cpu,
+    ref_in_actor,
+    replay_buffer_poll,
+    failed_generation,
+    weight_transfer_timeout,
+    no_detokenization,
+)
 
 
 def install(on_import: Callable, version: str | None = None) -> None:

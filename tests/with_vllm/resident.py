@@ -71,6 +71,30 @@ class ResidentEngine:
             cached_tokens=final.num_cached_tokens or 0,
         )
 
+    async def answer_of_server(self, prompt: list[int], *, tokens: int) -> tuple[list[int], SamplingParams]:
+        """What VERL's server answers for this engine, greedily, and the parameters that it gave to vLLM. Only Ray and HTTP are missing."""
+        from verl.workers.config import RolloutConfig
+        from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+        given = []
+
+        def generate(*, sampling_params, **kwargs):
+            given.append(sampling_params)
+            return self._engine.generate(sampling_params=sampling_params, **kwargs)
+
+        async def admit(request_id):
+            server._admitting += 1
+
+        server = types.SimpleNamespace(
+            _disaggregation_role="null", _admitting=0, _park_until_admitted=admit, lora_as_adapter=False, replica_rank=0,
+            global_steps=0, engine=types.SimpleNamespace(generate=generate), model_config=types.SimpleNamespace(processor=None),
+            config=RolloutConfig(name="vllm", max_model_len=256, prompt_length=len(prompt), response_length=tokens),
+        )  # fmt: skip
+        output = await vLLMHttpServer.generate(
+            server, prompt, {"temperature": 0.0, "logprobs": True, "ignore_eos": True}, next(self._request_ids)
+        )
+        return list(output.token_ids), given[0]
+
     async def sync(self, weights: Iterable[tuple[str, Tensor]], *, bucket_megabytes: int) -> None:
         """What the trainer's worker does after a step."""
         adapter = _adapter(self._engine, bucket_megabytes)

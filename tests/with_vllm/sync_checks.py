@@ -64,7 +64,7 @@ class Checks:
         result = {"engine_start_seconds": time.monotonic() - began}
         for check in (
             self.fresh, self.every_parameter, self.back_to_the_start, self.prefix_cache, self.buckets, self.memory,
-            self.worker_error, self.oversized,
+            self.server, self.worker_error, self.oversized,
         ):  # fmt: skip
             began = time.monotonic()
             result[check.__name__] = await check()
@@ -142,6 +142,12 @@ class Checks:
         size = sum(tensor.nbytes for tensor in self.start.values()) / 2**20
         left = [name for name in self.segments if (Path("/dev/shm") / name).exists()]
         return {"samples": samples, "model_mib": size, "segments": len(self.segments), "segments_left": left}
+
+    async def server(self) -> dict:
+        """An answer by way of VERL's server against one of the engine's own."""
+        answer = await self.answer(prompt_log_probs=False)
+        tokens, parameters = await self.engine.answer_of_server(PROMPT, tokens=len(answer.tokens))
+        return {"tokens": tokens, "expected": answer.tokens, "detokenize": parameters.detokenize}
 
     async def worker_error(self) -> dict:
         """A tensor that the engine cannot load, then good ones again."""

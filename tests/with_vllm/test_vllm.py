@@ -100,6 +100,12 @@ def test_memory_is_flat_over_20_syncs(measured):
     assert memory["segments_left"] == []
 
 
+def test_the_server_asks_for_no_text(measured):
+    """verl_patches/no_detokenization.py, with VERL's own server; its tokens are the engine's."""
+    server = measured["server"]
+    assert server["detokenize"] is False and server["tokens"] == server["expected"] and len(server["tokens"]) == 16
+
+
 def test_a_failing_worker_is_an_error_and_not_a_hang(measured, limit):
     """A tensor that vLLM refuses ends the sync with an error within the limit set for it; the next sync is good again."""
     failed = measured["worker_error"]
