@@ -83,11 +83,15 @@ def write_checkpoint(config: PretrainedConfig, folder: Path, seed: int) -> int:
     seeds = dict(zip(shapes, np.random.SeedSequence(seed).spawn(len(shapes)), strict=True))
     groups = list(shards(shapes))
     index: dict[str, str] = {}
-    for number, names in enumerate(groups, start=1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        weights = {name: random_weight(name, shapes[name], config, seeds[name]) for name in names}
-        save_file(weights, building / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(names, file)
+    with ThreadPoolExecutor(1) as writer:
+        written = writer.submit(lambda: None)
+        for number, names in enumerate(groups, start=1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            weights = {name: random_weight(name, shapes[name], config, seeds[name]) for name in names}
+            written.result()  # one file is written while the next is drawn
+            written = writer.submit(save_file, weights, building / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(names, file)
+        written.result()
     total = sum(shape.numel() for shape in shapes.values())
     content = {"metadata": {"total_size": 2 * total}, "weight_map": index}
     (building / "model.safetensors.index.json").write_text(json.dumps(content, indent=1))
