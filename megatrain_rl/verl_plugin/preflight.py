@@ -14,6 +14,14 @@ from megatrain_rl.verl_plugin import gpu_share, startup_times
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
 from verl_patches import weight_transfer_timeout
 
+# Read by a Ray cluster that this process starts.
+_RAY_ENVIRONMENT = {
+    # Host RAM is filled on purpose, up to the planned reserve; above 95 % in use Ray would kill a process that it holds guilty.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # One idle Python process per core, 80 MB each, that VERL's run cannot use: its workers have an environment of their own.
+    "RAY_prestart_worker_first_driver": "0",
+}
+
 
 def _refuse(condition: bool, setting: str, value: Any, instead: str) -> None:
     if condition:
@@ -90,9 +98,8 @@ def check_run(config: DictConfig) -> None:
     gpu_share.resolve(config)
     weight_transfer_timeout.limit_seconds()
     startup_times.note_start()
-    # Host RAM is filled on purpose, up to the planned reserve; above 95 % in use Ray would kill a process that it holds guilty. Read by a
-    # cluster that this process starts.
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    for name, value in _RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def _check_adapter(path: str | None, prefix: str) -> None:

@@ -50,14 +50,15 @@ def test_yaml_lists_every_knob_with_its_default():
     [(OURS, None, "0"), (OURS, "250", "250"), ([], None, None)],
     ids=["ours", "set by hand", "another engine"],
 )
-def test_ray_does_not_kill_a_run_that_fills_host_ram(monkeypatch, overrides, given, kept):
-    """Ray's monitor, on by default, kills a process when 95 % of the host's memory is in use."""
-    name = "RAY_memory_monitor_refresh_ms"
-    monkeypatch.setenv(name, given or "")
-    if given is None:
-        monkeypatch.delenv(name)
+def test_ray_leaves_host_ram_to_the_run(monkeypatch, overrides, given, kept):
+    """By default its monitor kills a process when 95 % of it is in use, and a process per core is started that the run cannot use."""
+    names = ("RAY_memory_monitor_refresh_ms", "RAY_prestart_worker_first_driver")
+    for name in names:
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
     validate(*overrides)
-    assert os.environ.get(name) == kept
+    assert [os.environ.get(name) for name in names] == [kept, kept]
 
 
 def test_host_ram_is_left_to_the_rest_of_the_run(monkeypatch):
