@@ -1,5 +1,6 @@
 """What a process uses: GPU memory by NVML, host memory by the kernel; and what it ran on."""
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -90,6 +91,16 @@ class GpuProcesses:
     def device_bytes(self) -> list[int]:
         """Bytes in use on each GPU, whoever uses them."""
         return [self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles]
+
+    def drop_lost(self) -> bool:
+        """Forget the GPUs that no longer answer; whether any is left."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            with contextlib.suppress(Exception):
+                self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                self._nvml.nvmlDeviceGetMemoryInfo(handle)
+                self._handles.append(handle)
+        return bool(self._handles)
 
 
 def rss_bytes() -> int:

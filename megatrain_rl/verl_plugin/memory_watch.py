@@ -119,9 +119,10 @@ class MemoryWatch:
             return {}
         try:
             used, device = self._gpus.used_bytes(), self._gpus.device_bytes()
-        except Exception as error:  # a lost GPU or driver must not cost the host figures
-            log.warning("GPU memory is no longer measured: %s", error)
-            self._gpus = None
+        except Exception as error:  # a lost GPU or driver must not cost the figures of the others or the host's
+            left = self._gpus.drop_lost()
+            log.warning("GPU memory is no longer measured%s: %s", " on the GPU that is lost" if left else "", error)
+            self._gpus = self._gpus if left else None
             return {}
         roles = self._processes.roles
         by_role = {"trainer": 0, "engine": 0}

@@ -30,11 +30,11 @@ class FakeProc:
 
 
 class FakeNvml:
-    """gpus: by GPU, bytes by process. Everything is as long as `broken` is False."""
+    """gpus: by GPU, bytes by process. lost: GPUs that do not answer."""
 
     def __init__(self, *gpus: dict[int, int | None]):
         self.gpus = list(gpus)
-        self.broken = False
+        self.lost: set[int] = set()
 
     def nvmlInit(self) -> None:
         pass
@@ -46,7 +46,7 @@ class FakeNvml:
         return index
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
-        if self.broken:
+        if handle in self.lost:
             raise RuntimeError("GPU is lost")
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.gpus[handle].items()]
 

@@ -48,11 +48,23 @@ def test_process_ids_of_another_namespace_are_said_once(proc, caplog):
 def test_lost_gpu_leaves_host_figures(proc, caplog):
     watched, nvml = watch(proc, {WORKER: GIB})
     watched.sample()
-    nvml.broken = True
+    nvml.lost = {0}
     first, last = watched.take()
     assert "trainer_gpu" in first.high and last.high.keys() == {"trainer_rss", "run_rss"}
     watched.take()
     assert caplog.text.count("no longer measured: GPU is lost") == 1
+
+
+def test_a_lost_neighbour_leaves_the_figures_of_the_others(proc, caplog):
+    watched, nvml = watch(proc, {STRANGER: GIB}, {WORKER: 2 * GIB})
+    watched.sample()
+    nvml.lost = {0}
+    watched.sample()
+    watched.sample()
+    before, at_the_loss, *after = watched.take()
+    assert "trainer_gpu" not in at_the_loss.high
+    assert all(p.high["trainer_gpu"] == p.high["device_gpu"] - GIB == 2 * GIB for p in (before, *after)) and after
+    assert caplog.text.count("no longer measured on the GPU that is lost") == caplog.text.count("measured") == 1
 
 
 def test_no_nvml_is_no_error(monkeypatch):
