@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from verl_cases import save_tiny_model
 
+from megatrain_rl.config import StreamConfig
 from megatrain_rl.verl_plugin import run_report
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -131,6 +132,8 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
         # the rollout samples at temperature 0.8 with the weights it was sent, the first after a resume included
         assert step["training/rollout_probs_diff_max"] < 1e-4
         assert_watched(step, workspace / f"ckpt-{device}" / "megatrain")
+        if device == "cuda":  # what allocates beside the trainer, as NCCL would, is in the budget too
+            assert step["megatrain/trainer_gpu_peak_gib"] * 2**30 <= StreamConfig().gpu_budget_gb * 1e9
     record = (workspace / f"ckpt-{device}" / "megatrain" / "run.jsonl").read_text().splitlines()
     # both runs: a start, their steps, and what came after the last
     assert [json.loads(line).get("step", "start") for line in record] == ["start", 1, 2, None, "start", 3, None]
