@@ -6,6 +6,7 @@ CUDA; the rollout is the embedded one there too.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,31 +49,44 @@ def workspace(tmp_path_factory) -> Path:
     return path
 
 
-def run(workspace: Path, name: str, command: list[str], device: str) -> dict[int, dict[str, float]]:
-    """Run one command of VERL's; returns its metrics per step. A failure shows the end of its output."""
-    platform = {"VERL_PLATFORM": "cpu"} if device == "cpu" else {}
-    name = f"{name}-{device}"
-    in_process = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {
-        **{key: value for key, value in os.environ.items() if key not in (*in_process, "VERL_PLATFORM", "RAY_ADDRESS")},
-        **platform,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "TQ_NUM_THREADS": "2",
-        "VERL_FILE_LOGGER_PATH": str(workspace / f"{name}.jsonl"),
-    }
-    log = workspace / f"{name}.log"
-    with log.open("w") as out:
-        done = subprocess.run([sys.executable, "-m", *command], cwd=workspace, env=environment, stdout=out, stderr=out)
-    assert done.returncode == 0, log.read_text()[-8000:]
-    steps: dict[int, dict[str, float]] = {}
-    for entry in map(json.loads, (workspace / f"{name}.jsonl").read_text().splitlines()):
-        steps.setdefault(entry["step"], {}).update(entry["data"])
-    return steps
+class Run:
+    """One command of VERL's, started; `finish` waits and returns its metrics per step. A failure shows the end of its output."""
+
+    def __init__(self, workspace: Path, name: str, command: list[str], device: str, **environment: str):
+        self._metrics, self._log = workspace / f"{name}-{device}.jsonl", workspace / f"{name}-{device}.log"
+        in_process = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        dropped = (*in_process, "VERL_PLATFORM", "RAY_ADDRESS")
+        environment = {
+            **{key: value for key, value in os.environ.items() if key not in dropped},
+            **({"VERL_PLATFORM": "cpu"} if device == "cpu" else {}),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "TQ_NUM_THREADS": "2",
+            "VERL_FILE_LOGGER_PATH": str(self._metrics),
+            **environment,
+        }
+        with self._log.open("w") as out:
+            command = [sys.executable, "-m", *command]
+            self.process = subprocess.Popen(command, cwd=workspace, env=environment, stdout=out, stderr=out)
+
+    def finish(self) -> dict[int, dict[str, float]]:
+        assert self.process.wait() == 0, self.log()[-8000:]
+        steps: dict[int, dict[str, float]] = {}
+        for entry in map(json.loads, self._metrics.read_text().splitlines()):
+            steps.setdefault(entry["step"], {}).update(entry["data"])
+        return steps
+
+    def stop(self) -> None:
+        """Of a run that nobody waited for: as Ctrl-C does, so that Ray's processes go too."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(60)
+
+    def log(self) -> str:
+        return self._log.read_text()
 
 
-def grpo(workspace: Path, name: str, *overrides: str, device: str = "cpu") -> dict[int, dict[str, float]]:
+def grpo(workspace: Path, name: str, *overrides: str, device: str = "cpu", **environment: str) -> Run:
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     settings = [
         "algorithm.adv_estimator=grpo",
@@ -97,7 +111,7 @@ def grpo(workspace: Path, name: str, *overrides: str, device: str = "cpu") -> di
         "ray_kwargs.ray_init.num_cpus=8", "+ray_kwargs.ray_init.num_gpus=1",
         "+ray_kwargs.ray_init.include_dashboard=false", "+ray_kwargs.ray_init.object_store_memory=200000000",
     ]  # fmt: skip
-    return run(workspace, name, ["verl.trainer.main_ppo", *settings, *overrides], device)
+    return Run(workspace, name, ["verl.trainer.main_ppo", *settings, *overrides], device, **environment)
 
 
 def assert_healthy(step: dict[str, float]) -> None:
@@ -123,8 +137,9 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
     fp32 = [f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32", "actor_rollout_ref.rollout.dtype=float32"]
     common = ["model_engine=megatrain", *fp32]
     first = grpo(workspace, "first", *common, "trainer.total_training_steps=2", "trainer.save_freq=2", device=device)
+    first = first.finish()
     more = ["trainer.total_training_steps=3", "trainer.save_freq=-1"]
-    resumed = grpo(workspace, "resumed", *common, *more, device=device)
+    resumed = grpo(workspace, "resumed", *common, *more, device=device).finish()
     assert sorted(first) == [1, 2] and sorted(resumed) == [3]
     steps = first | resumed
     for step in steps.values():
@@ -147,32 +162,40 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
     AutoModelForCausalLM.from_pretrained(workspace / f"ckpt-{device}" / "global_step_2" / "actor" / "huggingface")
 
 
-def test_strategy_alone_on_the_default_model_engine(workspace):
-    """With importance weights for the difference between rollout and trainer: there is hardly any, so they are 1."""
+@pytest.fixture(scope="module")
+def side_by_side(workspace):
+    """Two runs that have nothing to do with each other, at once: most of either is one process importing after the other."""
+    short = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
     strategy = ["actor_rollout_ref.actor.strategy=megatrain", "actor_rollout_ref.ref.strategy=megatrain"]
-    fresh = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
-    steps = grpo(workspace, "dp", *strategy, *fresh, "algorithm.rollout_correction.rollout_is=token")
+    knobs = "actor_rollout_ref.actor.megatrain"
+    runs = {
+        "dp": grpo(workspace, "dp", *strategy, *short, "algorithm.rollout_correction.rollout_is=token"),
+        "bypass": grpo(
+            workspace, "bypass", "model_engine=megatrain", f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32",
+            "actor_rollout_ref.rollout.dtype=float32", "algorithm.rollout_correction.bypass_mode=true",
+            "actor_rollout_ref.actor.use_kl_loss=false", "trainer.logger=[file,wandb]", *short,
+            f"trainer.default_local_dir={workspace}/ckpt-bypass", WANDB_MODE="offline", WANDB_DIR=str(workspace),
+        ),
+    }  # fmt: skip
+    yield runs
+    for started in runs.values():
+        started.stop()
+
+
+def test_strategy_alone_on_the_default_model_engine(side_by_side):
+    """With importance weights for the difference between rollout and trainer: there is hardly any, so they are 1."""
+    steps = side_by_side["dp"].finish()
     for step in steps.values():
         assert_healthy(step)
         assert 0.98 < step["rollout_corr/rollout_is_mean"] < 1.02
     # bf16: the reference pass and the update cut their packs differently
     assert abs(steps[1]["actor/kl_loss"]) < 1e-5 and steps[2]["actor/kl_loss"] > 1e-3
-    log = (workspace / "dp-cpu.log").read_text()
-    assert "'lora_adapter_path': 'megatrain-frozen-reference'" in log
+    assert "'lora_adapter_path': 'megatrain-frozen-reference'" in side_by_side["dp"].log()
 
 
-def test_rollout_log_probs_in_place_of_an_old_log_prob_pass(workspace, monkeypatch):
+def test_rollout_log_probs_in_place_of_an_old_log_prob_pass(side_by_side, workspace):
     """bypass_mode, no KL term, and wandb without a network. Nobody computes the entropy then."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(workspace))
-    knobs = "actor_rollout_ref.actor.megatrain"
-    steps = grpo(
-        workspace, "bypass", "model_engine=megatrain", f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32",
-        "actor_rollout_ref.rollout.dtype=float32", "algorithm.rollout_correction.bypass_mode=true",
-        "actor_rollout_ref.actor.use_kl_loss=false", "trainer.logger=[file,wandb]",
-        "trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.resume_mode=disable",
-    )  # fmt: skip
-    for step in steps.values():
+    for step in side_by_side["bypass"].finish().values():
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0
         # one update a batch, with the weights that sampled it: the ratio is 1 to rounding
         assert abs(step["actor/ppo_kl"]) < 1e-5 and step["actor/pg_clipfrac"] == 0
@@ -194,7 +217,7 @@ def test_sft(workspace, device):
         f"trainer.device={device}", "trainer.save_freq=-1", "trainer.test_freq=8",
     ]  # fmt: skip
     launch = ["torch.distributed.run", "--standalone", "--nproc_per_node=1", "-m", "verl.trainer.sft_trainer"]
-    steps = run(workspace, "sft", [*launch, *settings], device)
+    steps = Run(workspace, "sft", [*launch, *settings], device).finish()
     losses = [step["train/loss"] for step in steps.values()]
     assert len(losses) == 8 and losses[-1] < 0.7 * losses[0]
     assert steps[8]["val/loss"] < losses[0] and steps[8]["train/grad_norm"] > 0
