@@ -189,6 +189,7 @@ class StreamExecutor:
         if self._slabs is not None:
             self._slabs.close()
         self._activations.close()
+        self._reservation = None
         cap_device_memory(self._device, self, None)
 
     # ---- the sweep's parts ----
