@@ -52,6 +52,8 @@ grpo() {
   fi
   unset RAY_ADDRESS
   export TQ_NUM_THREADS=${TQ_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false
+  # dataloader_num_workers: VERL's default is eight more processes, for a few prompts a step
+  # distributed_executor_backend: vLLM's worker in its engine's process, so one process less to start and to keep in host RAM
   exec "$PYTHON" -m verl.trainer.main_ppo model_engine=megatrain \
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=false \
     data.train_files="$TRAIN_FILE" data.val_files="$VAL_FILE" \
