@@ -4,6 +4,9 @@
 
 Reads what a run_*.sh recipe leaves in OUTPUT_DIR: metrics.jsonl (VERL's metrics) and megatrain/run.jsonl (memory). The first steps
 (--skip 2), in which things compile, are shown but not counted.
+
+VERL's stage `update_weights` is two things: waiting, layer by layer, for the host optimizer (optimizer_wait_s), and handing the weights over
+(weight_sync_s, the rest of it). The wait comes with the metrics of the step after; with several mini-batches it holds what they waited, too.
 """
 
 import json
@@ -15,6 +18,7 @@ import run_record
 from megatrain_rl.bench.record import Record
 from megatrain_rl.verl_plugin import run_report
 
+_SYNC = "update_weights without the wait"
 # metric of the record: VERL's or the monitor's name, unit
 METRICS = {
     "step_s": ("timing_s/step", "s"),
@@ -22,8 +26,9 @@ METRICS = {
     "old_log_prob_s": ("timing_s/old_log_prob", "s"),
     "reference_s": ("timing_s/ref", "s"),
     "update_s": ("timing_s/update_actor", "s"),
-    "weight_sync_s": ("timing_s/update_weights", "s"),
+    "update_weights_s": ("timing_s/update_weights", "s"),
     "optimizer_wait_s": (run_report.OPTIMIZER_WAIT, "s"),
+    "weight_sync_s": (_SYNC, "s"),
     "tokens_per_s": ("perf/throughput", "1/s"),
     "prob_gap_mean": ("training/rollout_probs_diff_mean", ""),
     "on_policy_kl": ("actor/ppo_kl", "nat"),  # of the update's log-probs to the old ones: 0 where the ratio is 1
@@ -45,7 +50,12 @@ def read_steps(folder: Path) -> dict[int, dict[str, float]]:
         for line in file.read_text().splitlines():
             entry = json.loads(line)
             steps.setdefault(entry["step"], {}).update(entry["data"])
-    return {step: data for step, data in sorted(steps.items()) if "timing_s/step" in data}
+    done = {step: data for step, data in sorted(steps.items()) if "timing_s/step" in data}
+    for step, data in done.items():
+        waited = done.get(step + 1, {}).get(run_report.OPTIMIZER_WAIT)
+        if waited is not None and "timing_s/update_weights" in data:
+            data[_SYNC] = data["timing_s/update_weights"] - waited
+    return done
 
 
 def peak_gib(lines: list[dict], column: str) -> float | None:

@@ -5,6 +5,7 @@
 # 8x2: 8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16. 8x2-fp8: the same with vLLM in FP8. 32x8:
 # without a KL term, moments in fp32, temperature 0.7.
 # Answers of random weights are noise, so their rewards are arbitrary numbers: equal ones would make every gradient zero.
+# OVERRIDES: more Hydra overrides, for a machine that is not the one described, say a larger host.
 # WORK: model, data, outputs (default outputs/measure). RECORDS: where the records go (default recipes/records). PYTHON: as in the recipes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,7 +31,10 @@ EOF
 run() {
     local case=$1 prompts=$2 answers=$3 steps=$4 uncounted=$5 out=$work/$1
     shift 5
-    local to=(--json "$record" --append --command "bash recipes/measure_grpo_h200.sh $case")
+    local overrides=()
+    read -r -a overrides <<< "${OVERRIDES:-}"
+    local command="${OVERRIDES:+OVERRIDES='$OVERRIDES' }bash recipes/measure_grpo_h200.sh $case"
+    local to=(--json "$record" --append --command "$command")
     "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}" --check
     rm -rf "$out"
     MODEL_PATH=$(cd "$work/model" && pwd) TRAIN_FILE=$work/data/train.parquet VAL_FILE=$work/data/test.parquet OUTPUT_DIR=$out \
@@ -38,7 +42,7 @@ run() {
         actor_rollout_ref.actor.ppo_mini_batch_size="$prompts" actor_rollout_ref.rollout.n="$answers" \
         actor_rollout_ref.rollout.ignore_eos=true actor_rollout_ref.actor.megatrain.card_gb=80 \
         reward.custom_reward_function.path=recipes/arbitrary_reward.py \
-        trainer.total_training_steps="$steps" trainer.save_freq=-1 trainer.test_freq=-1 trainer.resume_mode=disable "$@"
+        trainer.total_training_steps="$steps" trainer.save_freq=-1 trainer.test_freq=-1 trainer.resume_mode=disable "$@" "${overrides[@]}"
     "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}" --skip "$uncounted"
 }
 

@@ -6,6 +6,7 @@ is missing inside the gate raises. Called by megatrain_rl.verl_plugin.register.
 
 from collections.abc import Callable
 from importlib import metadata
+from types import ModuleType
 
 from packaging.specifiers import SpecifierSet
 
@@ -15,6 +16,7 @@ from verl_patches import (
     process_group_cpu,
     ref_in_actor,
     replay_buffer_poll,
+    weight_transfer_socket,
     weight_transfer_timeout,
 )
 
@@ -26,6 +28,7 @@ PATCHES = (
     replay_buffer_poll,
     failed_generation,
     weight_transfer_timeout,
+    weight_transfer_socket,
     no_detokenization,
 )
 
@@ -35,4 +38,10 @@ def install(on_import: Callable, version: str | None = None) -> None:
     if (version or metadata.version("verl")) not in GATE:
         return
     for patch in PATCHES:
-        on_import(patch.MODULE, patch.apply)
+        for module, apply in hooks(patch).items():
+            on_import(module, apply)
+
+
+def hooks(patch: ModuleType) -> dict[str, Callable[[ModuleType], None]]:
+    """What a patch does, by the module that it waits for: HOOKS where several change together, else its one MODULE and `apply`."""
+    return getattr(patch, "HOOKS", None) or {patch.MODULE: patch.apply}

@@ -32,7 +32,7 @@ from megatrain_rl.streaming.head_pass import HeadPass, HeadWeights
 from megatrain_rl.streaming.hidden import HiddenStates
 from megatrain_rl.streaming.schedule import Kind, LayerSchedule, Visit
 from megatrain_rl.transfer.activations import ActivationStore
-from megatrain_rl.transfer.arena import cap_device_memory, release_cached_memory, reserve_device_memory, within_budget
+from megatrain_rl.transfer.arena import DeviceReservation, cap_device_memory, release_cached_memory, within_budget
 from megatrain_rl.transfer.grad_slabs import GradSlabPool
 from megatrain_rl.transfer.lanes import Lanes
 from megatrain_rl.transfer.weight_ring import WeightRing
@@ -87,14 +87,14 @@ class StreamExecutor:
         self._pack_multiple = PACK_MULTIPLE if compiled else 1
         release_cached_memory(device)
         cap_device_memory(device, self, plan.gpu_cap_bytes)
-        self._lanes = Lanes.on(device)
-        self._runner = LayerRunner(spec, device, dtype, backend, compiled)
-        self._head = Head(compile=compiled)
         with within_budget(device, plan.gpu_cap_bytes):
+            self._lanes = Lanes.on(device)
+            self._runner = LayerRunner(spec, device, dtype, backend, compiled)
+            self._head = Head(compile=compiled)
             self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
             self._runner.warm_up()
-            # until something is cut from it: VERL empties the cache once the model is set up
-            self._reservation = reserve_device_memory(device, plan.reserved_bytes)
+            # whole until it is used; VERL empties the cache once the model is set up
+            self._reservation = DeviceReservation(device, plan.reserved_bytes)
             self._activations = ActivationStore(
                 self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
             )
@@ -122,8 +122,8 @@ class StreamExecutor:
             self._slabs = GradSlabPool(self._lanes, self._device, on_landed=landed, **self._slab_settings)
 
     def use_reservation(self) -> None:
-        """From now on the reserved memory is there to be cut, and what is cut from it keeps it."""
-        self._reservation = None
+        """From now on the reserved memory is there to be cut."""
+        self._reservation.open()
 
     def padded_tokens(self, pack: PackedBatch) -> int:
         """Tokens of `pack` as layers see it."""
@@ -189,7 +189,7 @@ class StreamExecutor:
         if self._slabs is not None:
             self._slabs.close()
         self._activations.close()
-        self._reservation = None
+        self._reservation.close()
         cap_device_memory(self._device, self, None)
 
     # ---- the sweep's parts ----

@@ -28,7 +28,8 @@ class DeviceArena:
                 self._device = torch.device("cuda", torch.cuda.current_device())
                 self._pool = torch.cuda.MemPool()
             with self.allocating():
-                reserve_device_memory(device, arena_bytes)
+                # freed at once; the pool keeps the segment
+                torch.empty(arena_bytes, dtype=torch.uint8, device=self._device)
 
     def allocating(self) -> AbstractContextManager:
         """Within it this thread's allocations come from the arena."""
@@ -40,12 +41,40 @@ class DeviceArena:
         self._pool = None
 
 
-def reserve_device_memory(device: torch.device, reserved_bytes: int) -> torch.Tensor | None:
-    """Take a segment of this size from the driver, or find one that is free. It stays while the tensor lives, and after that while anything
-    that was cut from it does: `torch.cuda.empty_cache` gives back only what is wholly free. None on a CPU."""
-    if device.type != "cuda":
-        return None
-    return torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
+class DeviceReservation:
+    """One segment of `reserved_bytes` taken from the driver, or a free one of that size. It stays until `close`, also when others empty the
+    cache (`torch.cuda.empty_cache` gives back only what is wholly free): whole at first, and after `open` by a small piece of it that is
+    never freed while everything else is there to be cut. A no-op on a CPU."""
+
+    # so large that the allocator does not cut it from a segment of small tensors
+    _KEPT_BYTES = 2 << 20
+
+    def __init__(self, device: torch.device, reserved_bytes: int):
+        self._device = device
+        self._whole = self._take(max(reserved_bytes, self._KEPT_BYTES))
+        self._kept: torch.Tensor | None = None
+
+    def open(self) -> None:
+        """Call it on the stream that the reservation was taken on. A second call does nothing."""
+        if self._whole is None:
+            return
+        begin, end = self._whole.data_ptr(), self._whole.data_ptr() + self._whole.nbytes
+        self._whole = None
+        elsewhere = []  # free pieces of other segments fit better
+        while len(elsewhere) < 256:
+            piece = self._take(self._KEPT_BYTES)
+            if begin <= piece.data_ptr() < end:
+                self._kept = piece
+                return
+            elsewhere.append(piece)
+
+    def close(self) -> None:
+        self._whole = self._kept = None
+
+    def _take(self, wanted_bytes: int) -> torch.Tensor | None:
+        if self._device.type != "cuda":
+            return None
+        return torch.empty(wanted_bytes, dtype=torch.uint8, device=self._device)
 
 
 @contextlib.contextmanager

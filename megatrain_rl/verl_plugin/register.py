@@ -31,6 +31,7 @@ def install() -> None:
     on_import("verl.workers.rollout.replica", _register_rollout_replica)
     on_import("verl.utils.config", _check_before_ray)
     on_import("verl.trainer.ppo.v1.trainer_base", _time_startup)
+    on_import("verl.trainer.ppo.v1.trainer_base", _import_rollout_early)
     on_import("verl.utils.tracking", _watch_tracking)
     on_import("verl.utils.debug.metrics", _watch_log_probs)
     hydra_groups.install(on_import)
@@ -77,6 +78,12 @@ def _time_startup(module: ModuleType) -> None:
     from megatrain_rl.verl_plugin import startup_times
 
     startup_times.install(module)
+
+
+def _import_rollout_early(module: ModuleType) -> None:
+    from megatrain_rl.verl_plugin import rollout_import
+
+    rollout_import.install(module)
 
 
 def _watch_tracking(module: ModuleType) -> None:

@@ -49,6 +49,19 @@ def test_medians_and_peaks(tmp_path):
     ]  # fmt: skip
 
 
+def test_the_wait_for_the_optimizer_is_not_the_weight_sync(tmp_path):
+    """It is logged with the next step, so the last step's sync is not counted."""
+    write_run(tmp_path, [9.0] * 5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line, whole, before in zip(lines, (5.0, 1.5, 1.75, 2.0, 9.0), (0.0, 4.0, 1.0, 1.25, 1.5), strict=False):
+        line["data"] |= {"timing_s/update_weights": whole, "megatrain/optimizer_wait_s": before}
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert collect(tmp_path).returncode == 0
+    figures = {r["metric"]: r["value"] for r in json.loads((tmp_path / "r.json").read_text())["results"]}
+    assert figures["update_weights_s"] == 2.0 and figures["optimizer_wait_s"] == 1.25
+    assert figures["weight_sync_s"] == 0.5, "of 1.75 - 1.25 and 2.0 - 1.5"
+
+
 def test_metrics_of_the_run_before_a_resume_count(tmp_path):
     write_run(tmp_path, [9.0, 9.0, 5.0])
     (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.20260101T000000.jsonl")

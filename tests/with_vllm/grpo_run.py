@@ -76,8 +76,7 @@ def command(folder: Path, device: str) -> list[str]:
         "+ray_kwargs.ray_init.address=local", "ray_kwargs.ray_init.num_cpus=8", "+ray_kwargs.ray_init.num_gpus=1",
         "+ray_kwargs.ray_init.include_dashboard=false", "+ray_kwargs.ray_init.object_store_memory=200000000",
     ]  # fmt: skip
-    if device == "cpu":
-        settings += [f"{rollout}.gpu_memory_utilization=0.1"]
+    settings += [f"{rollout}.gpu_memory_utilization=0.1" if device == "cpu" else f"{actor}.megatrain.card_gb=24"]
     return ["-m", "verl.trainer.main_ppo", *settings]
 
 

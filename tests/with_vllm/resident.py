@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import types
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+
+from verl_patches import weight_transfer_socket
 
 _EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 
@@ -44,6 +47,11 @@ class ResidentEngine:
     @classmethod
     async def start(cls, model: str, *, dtype: str, vocab_size: int, **settings) -> "ResidentEngine":
         """Start on the model's files. `settings` are AsyncEngineArgs."""
+        # as in every local cluster of Ray; what VERL's server does then
+        node = uuid.uuid4().hex
+        context = types.SimpleNamespace(get_job_id=lambda: "01000000", get_node_id=lambda: node)
+        ray.get_runtime_context = lambda: context
+        os.environ[weight_transfer_socket.VARIABLE] = weight_transfer_socket.ids()[1]
         arguments = AsyncEngineArgs(
             model=model, dtype=dtype, max_model_len=256, max_num_seqs=8, enforce_eager=True, load_format="auto",
             skip_tokenizer_init=True, distributed_executor_backend="uni", enable_prefix_caching=True, block_size=32,
@@ -111,9 +119,6 @@ def _adapter(engine: AsyncLLM, bucket_megabytes: int):
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
     os.environ |= {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}
-    # the worker makes the name of the transfer's socket from the same variable
-    job = types.SimpleNamespace(get_job_id=lambda: os.environ["VERL_RAY_JOB_ID"])
-    ray.get_runtime_context = lambda: job
     bucket = CheckpointEngineConfig(update_weights_bucket_megabytes=bucket_megabytes)
     config = RolloutConfig(name="vllm", checkpoint_engine=bucket, tensor_model_parallel_size=1)
     adapter = ServerAdapter(config=config, model_config=None, device_mesh=None)

@@ -5,7 +5,6 @@ Nothing of vLLM runs in this process: sync_checks.py and VERL measure in theirs,
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -35,9 +34,9 @@ def checks(place, tmp_path_factory) -> dict[str, dict]:
         try:
             for head in heads:
                 command = [place.python, HERE / "sync_checks.py", folders[head], place.device, head]
-                own = {"VERL_RAY_JOB_ID": folders[head].name + str(os.getpid()), **TRANSFER_LIMIT}
                 log = folders[head] / "log"
-                running.append((vllm_venv.start(command, log=log, environment=place.environment | own), log))
+                environment = place.environment | TRANSFER_LIMIT
+                running.append((vllm_venv.start(command, log=log, environment=environment), log))
             for process, log in running:
                 vllm_venv.finish(process, seconds=240, log=log)
         finally:

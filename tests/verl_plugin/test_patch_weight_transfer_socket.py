@@ -1,0 +1,118 @@
+"""verl_patches/weight_transfer_socket.py with stand-ins for the modules, which need vLLM; with_vllm has the real ones on both sides."""
+
+import importlib.util
+import os
+import types
+from pathlib import Path
+
+import pytest
+import ray
+
+import verl_patches
+from verl_patches import weight_transfer_socket
+from verl_patches.weight_transfer_socket import HOOKS, VARIABLE, apply_to_sender, apply_to_server
+
+JOB = "01000000"
+
+
+@pytest.fixture
+def on_node(monkeypatch):
+    """on_node(id): from now on this process is on that node of a cluster whose first job it is."""
+    monkeypatch.setenv(VARIABLE, "")
+
+    def be_on(node: str) -> None:
+        context = types.SimpleNamespace(get_job_id=lambda: JOB, get_node_id=lambda: node)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+
+    return be_on
+
+
+def sender_handle(patched: bool, *, replica: int = 0) -> str:
+    """Where VERL's adapter of the trainer's worker binds."""
+
+    class ServerAdapter:
+        def __init__(self, replica_rank):
+            job = ray.get_runtime_context().get_job_id()
+            self.zmq_handle = f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{replica_rank}-rank-0.sock"
+
+    module = types.SimpleNamespace(ServerAdapter=ServerAdapter)
+    if patched:
+        apply_to_sender(module)
+    return module.ServerAdapter(replica_rank=replica).zmq_handle
+
+
+def receiver_handle(patched: bool) -> str:
+    """Where the engine's worker connects, a child of VERL's server."""
+
+    class vLLMHttpServer:  # noqa: N801
+        def __init__(self, config):
+            os.environ[VARIABLE] = ray.get_runtime_context().get_job_id()
+
+    module = types.SimpleNamespace(vLLMHttpServer=vLLMHttpServer)
+    if patched:
+        apply_to_server(module)
+    module.vLLMHttpServer(config=None)
+    return f"ipc:///tmp/rl-colocate-zmq-{os.environ[VARIABLE]}-replica-0-rank-0.sock"
+
+
+def test_defect_is_still_there(on_node):
+    folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "workers/rollout/vllm_rollout"
+    line = 'self.zmq_handle = f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{self.replica_rank}-rank-{local_rank}.sock"'
+    assert line in (folder / "vllm_rollout.py").read_text()
+    assert 'job_id = os.environ.get("VERL_RAY_JOB_ID", "0")' in (folder / "utils.py").read_text()
+    server = (folder / "vllm_async_server.py").read_text()
+    assert 'os.environ["VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()' in server
+    handles = []
+    for node in ("a" * 56, "b" * 56):
+        on_node(node)
+        handles.append(sender_handle(False))
+    assert handles[0] == handles[1], "of two clusters on one machine"
+
+
+def test_patch_mends_it(on_node):
+    handles = []
+    for node in ("a" * 56, "a" * 15 + "b" * 41):
+        on_node(node)
+        handles.append(sender_handle(True))
+        assert receiver_handle(True) == handles[-1]
+        assert JOB in handles[-1] and len(handles[-1].removeprefix("ipc://")) < 107
+    assert handles[0] != handles[1]
+    assert sender_handle(True, replica=1) != handles[1]
+
+
+def test_a_real_cluster_has_a_node_id():
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    try:
+        job, unique = weight_transfer_socket.ids()
+        node = ray.get_runtime_context().get_node_id()
+    finally:
+        ray.shutdown()
+    assert job == JOB and unique == f"{JOB}-{node[:16]}" and len(node) == 56
+
+
+def test_another_form_of_the_name_raises(on_node):
+    on_node("a" * 56)
+
+    class ServerAdapter:
+        def __init__(self):
+            self.zmq_handle = "ipc:///tmp/other.sock"
+
+    module = types.SimpleNamespace(ServerAdapter=ServerAdapter)
+    apply_to_sender(module)
+    with pytest.raises(RuntimeError, match="no job id 01000000 in ipc:///tmp/other.sock"):
+        module.ServerAdapter()
+
+
+def test_missing_names_raise():
+    for module, apply in HOOKS.items():
+        with pytest.raises(AttributeError):
+            apply(types.ModuleType(module))
+
+
+def test_both_modules_wait_for_their_import():
+    asked = []
+    verl_patches.install(lambda name, hook: asked.append((name, hook)), version="0.9.1")
+    assert set(HOOKS.items()) <= set(asked)
+    asked.clear()
+    verl_patches.install(lambda name, hook: asked.append((name, hook)), version="0.10.0")
+    assert not asked

@@ -1,0 +1,63 @@
+"""Runs beside each other on one machine have weight-transfer sockets of their own.
+
+Symptom: two runs, each on a GPU of its own, and weights of the one reach the engine of the other, or a sync ends after the time limit.
+Cause: the socket in /tmp is named by Ray's job id, and every local Ray cluster counts its jobs from 01000000; whoever binds later removes
+    the other's socket.
+Upstream: verl 0.9.1, workers/rollout/vllm_rollout/vllm_rollout.py:141 (sender) and vllm_async_server.py:143 (what the receiver reads in
+    vLLM's worker, its child). No issue known.
+Remove when: the name is unique on the machine.
+
+Ray's id of the node is: the sender and its engine share a node, and no two nodes have one id. Both sides are changed, and only together.
+"""
+
+import functools
+import os
+from types import ModuleType
+
+# What the server hands on to its engine's processes, as the job's id.
+VARIABLE = "VERL_RAY_JOB_ID"
+# Of 56 letters; a socket's path may have 107.
+_NODE_LETTERS = 16
+
+
+def apply_to_sender(module: ModuleType) -> None:
+    adapter = module.ServerAdapter
+    init = adapter.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args, **kwargs) -> None:
+        init(self, *args, **kwargs)
+        job, unique = ids()
+        before, after = f"-{job}-", f"-{unique}-"
+        if self.zmq_handle.count(before) != 1:
+            raise RuntimeError(f"verl_patches/weight_transfer_socket.py: no job id {job} in {self.zmq_handle}")
+        self.zmq_handle = self.zmq_handle.replace(before, after)
+
+    adapter.__init__ = __init__
+
+
+def apply_to_server(module: ModuleType) -> None:
+    server = module.vLLMHttpServer
+    init = server.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args, **kwargs) -> None:
+        init(self, *args, **kwargs)
+        os.environ[VARIABLE] = ids()[1]  # the engine's processes start later, in launch_server
+
+    server.__init__ = __init__
+
+
+def ids() -> tuple[str, str]:
+    """Ray's id of the job, and one that no other run on this machine has."""
+    import ray
+
+    context = ray.get_runtime_context()
+    job = context.get_job_id()
+    return job, f"{job}-{context.get_node_id()[:_NODE_LETTERS]}"
+
+
+HOOKS = {
+    "verl.workers.rollout.vllm_rollout.vllm_rollout": apply_to_sender,
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": apply_to_server,
+}
