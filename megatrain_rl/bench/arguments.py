@@ -64,6 +64,11 @@ def read_cases(arguments: argparse.Namespace, *, default: Sequence[str]) -> list
     return cases
 
 
+def check_settle(arguments: argparse.Namespace) -> None:
+    if arguments.settle < 0:
+        raise ValueError(f"--settle {arguments.settle}: must not be negative")
+
+
 def parse_case(text: str) -> Case:
     name, _, tokens = text.partition("=")
     if not name or not tokens.isdecimal() or int(tokens) < 1:

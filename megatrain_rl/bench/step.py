@@ -18,6 +18,7 @@ from megatrain_rl.bench.arguments import (
     add_common,
     add_model,
     add_settings,
+    check_settle,
     read_cases,
     read_config,
     run_device,
@@ -90,8 +91,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         check_writable(path, option)
     if arguments.trace_picture and not arguments.trace:
         raise ValueError("--trace-picture needs --trace, which it is drawn from")
-    if arguments.settle < 0:
-        raise ValueError(f"--settle {arguments.settle}: must not be negative")
+    check_settle(arguments)
     device = run_device()
     ceilings = measure_ceilings(device, record, quick=arguments.quick)
     started = time.perf_counter()

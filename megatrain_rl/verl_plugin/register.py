@@ -31,7 +31,7 @@ def install() -> None:
     on_import("verl.workers.rollout.replica", _register_rollout_replica)
     on_import("verl.utils.config", _check_before_ray)
     on_import("verl.trainer.ppo.v1.trainer_base", _time_startup)
-    on_import("verl.trainer.ppo.v1.trainer_base", _import_rollout_early)
+    on_import("verl.trainer.ppo.v1.trainer_base", _overlap_startup)
     on_import("verl.utils.tracking", _watch_tracking)
     on_import("verl.utils.debug.metrics", _watch_log_probs)
     hydra_groups.install(on_import)
@@ -80,10 +80,10 @@ def _time_startup(module: ModuleType) -> None:
     startup_times.install(module)
 
 
-def _import_rollout_early(module: ModuleType) -> None:
-    from megatrain_rl.verl_plugin import rollout_import
+def _overlap_startup(module: ModuleType) -> None:
+    from megatrain_rl.verl_plugin import startup_overlap
 
-    rollout_import.install(module)
+    startup_overlap.install(module)
 
 
 def _watch_tracking(module: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import oracle
 import pytest
@@ -75,6 +76,8 @@ def test_peers_run_and_agree(run_bench):
         "3",
         "--warmup",
         "0",
+        "--settle",
+        "1",
         "--case",
         "a=70",
     )
@@ -85,10 +88,15 @@ def test_peers_run_and_agree(run_bench):
         assert figures[f"{engine}tokens_per_s"] > 0 and figures[f"{engine}host_rss_gib"] > 0
     assert '"pin_memory":true' in next(line for line in written.raw if line.startswith("deepspeed"))
     ours = losses_and_norms(written.raw, "stream")
-    assert len(ours) == 3
+    assert len(ours) == 4, "one of them settling"
     for engine in ("zero3", "fsdp2"):
         for (loss, norm), (our_loss, our_norm) in zip(losses_and_norms(written.raw, engine), ours, strict=True):
             assert loss == pytest.approx(our_loss, abs=1.5e-3) and norm == pytest.approx(our_norm, rel=0.15)
+
+
+def test_no_negative_settling(run_bench):
+    with pytest.raises(SystemExit, match="--settle -1"):
+        run_bench("peers", "--shape", "tiny", "--settle", "-1")
 
 
 def worker(code: str) -> list[str]:
@@ -117,6 +125,20 @@ def test_a_worker_over_its_time_is_stopped_with_its_children():
     code = "import subprocess, sys; print('began', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     outcome = run_worker(worker(code), 2)
     assert outcome.error == "stopped after the limit of 2 s" and outcome.last_lines == ["began"]
+
+
+def test_an_interrupted_worker_is_gone(monkeypatch, tmp_path):
+    alive = tmp_path / "alive"
+    code = f"import time, pathlib; print({PREFIX!r} + '{{}}', flush=True); time.sleep(3); pathlib.Path({str(alive)!r}).touch()"
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peers, "_take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_worker(worker(code), 30)
+    time.sleep(4)
+    assert not alive.exists()
 
 
 @pytest.fixture
@@ -148,6 +170,25 @@ def test_ratios(run_bench, pretended):
         "reference_tokens_per_s": 25, "reference_peak_gib": 1, "reference_host_rss_gib": 2, "vs_reference_schedule": 8,
         "tokens_per_s": 200, "peak_gib": 1, "host_rss_gib": 2,
     }  # fmt: skip
+
+
+def test_an_interrupted_command_leaves_what_is_known(run_bench, pretended, monkeypatch, tmp_path):
+    """The ratios to the peers before it are reported with this package's figures, those to later ones with theirs."""
+    pretended({"zero3": 50.0, "fsdp2": 100.0, "reference": 25.0, "stream": 200.0})
+    run, engines = peers.run_worker, []
+
+    def once_interrupted(command, limit):
+        if len(engines) == 3:
+            raise KeyboardInterrupt
+        engines.append(command)
+        return run(command, limit)
+
+    monkeypatch.setattr(peers, "run_worker", once_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(*WORDS)
+    written = json.loads((tmp_path / "record.json").read_text())
+    ratios = {r["metric"]: r["value"] for r in written["results"] if r["metric"].startswith("vs_")}
+    assert ratios == {"vs_zero3_offload": 4, "vs_fsdp2_offload": 2} and written["raw"][-1] == "== reference"
 
 
 def test_a_failed_engine_ends_the_command_after_the_rest(run_bench, pretended, tmp_path):

@@ -2,10 +2,12 @@
 schedule and this package; same shape, sequences, objective, attention kernel, head and machine.
 
 Each engine runs in a process of its own within a time limit. One that fails is reported with its last lines, has no figures, and makes
-the command end with an error after everything else is written.
+the command end with an error after everything else is written. What is known after an engine is reported then, so a command that is
+interrupted leaves a record of the engines before.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +22,7 @@ from megatrain_rl.bench.arguments import (
     add_common,
     add_model,
     add_settings,
+    check_settle,
     read_cases,
     read_config,
     run_device,
@@ -40,6 +43,12 @@ _LAST_LINES = 25
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, shape="qwen2.5-3b")
     add_cases(parser, steps=3, warmup=1)
+    parser.add_argument(
+        "--settle",
+        type=int,
+        default=4,
+        help="steps of the first case before all others, in every engine; this package's host optimizer needs them (see bench step)",
+    )
     parser.add_argument("--engine", action="append", choices=ENGINES, help="only these; default all")
     parser.add_argument("--micro-batch-tokens", type=int, default=8192, help="of ZeRO-3 and FSDP2")
     parser.add_argument("--reference-micro-batch-tokens", type=int, default=4096, help="of the reference schedule")
@@ -57,6 +66,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     for name in ("micro_batch_tokens", "reference_micro_batch_tokens", "time_limit"):
         if vars(arguments)[name] <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {vars(arguments)[name]}: must be positive")
+    check_settle(arguments)
     ceilings = measure_ceilings(run_device(), record, quick=arguments.quick)
     outcomes: dict[str, Outcome] = {}
     for engine in arguments.engine or ENGINES:
@@ -64,13 +74,12 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         outcomes[engine] = run_worker(worker_command(engine, cases, arguments), arguments.time_limit)
         for line in outcomes[engine].lines():
             record.say(line)
-    for case in cases:
-        _report(case, outcomes, record)
-        ours = outcomes[OURS].cases.get(case.name) if OURS in outcomes else None
-        if ours is not None:
-            lengths = random_lengths(case.tokens, arguments.mean_length, seed=arguments.seed)
-            flops = useful_flops(spec, lengths, train=True) / case.tokens * ours["tokens_per_s"]
-            record.result(case.name, "matmul_fraction", flops / (ceilings.matmul_tflops * 1e12), "")
+        for case in cases:
+            _report(case, engine, outcomes, record)
+            if engine == OURS and case.name in outcomes[OURS].cases:
+                lengths = random_lengths(case.tokens, arguments.mean_length, seed=arguments.seed)
+                rate = useful_flops(spec, lengths, train=True) / case.tokens * outcomes[OURS].speed(case)
+                record.result(case.name, "matmul_fraction", rate / (ceilings.matmul_tflops * 1e12), "")
     failed = [engine for engine, outcome in outcomes.items() if outcome.error]
     if failed:
         raise ValueError(f"no complete figures of {', '.join(failed)}: their last lines are above and in the record")
@@ -78,15 +87,20 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Of one engine: figures by case, how it was set up, and what went wrong with its last lines."""
+    """Of one engine: how it was set up, lines of its settling, figures by case, and what went wrong with its last lines."""
 
     settings: str = ""
+    settling: list[str] = field(default_factory=list)
     cases: dict[str, dict] = field(default_factory=dict)
     error: str = ""
     last_lines: list[str] = field(default_factory=list)
 
+    def speed(self, case: Case) -> float | None:
+        """Tokens a second, if the case was measured."""
+        return self.cases[case.name]["tokens_per_s"] if case.name in self.cases else None
+
     def lines(self) -> list[str]:
-        said = [self.settings] if self.settings else []
+        said = ([self.settings] if self.settings else []) + self.settling
         for name, figures in self.cases.items():
             said += [f"{name} {line}" for line in figures["lines"]]
         return said + ([f"FAILED: {self.error}", *self.last_lines] if self.error else [])
@@ -98,6 +112,7 @@ def worker_command(engine: str, cases: list[Case], arguments: argparse.Namespace
     command = [
         sys.executable, "-m", "megatrain_rl.bench.peers.worker", "--engine", engine, "--shape", arguments.shape,
         "--mean-length", str(arguments.mean_length), "--steps", str(arguments.steps), "--warmup", str(arguments.warmup),
+        "--settle", str(arguments.settle),
         "--seed", str(arguments.seed), "--micro-batch-tokens", str(micro),
     ]  # fmt: skip
     command += [] if arguments.layers is None else ["--layers", str(arguments.layers)]
@@ -106,7 +121,7 @@ def worker_command(engine: str, cases: list[Case], arguments: argparse.Namespace
 
 
 def run_worker(command: list[str], time_limit: float) -> Outcome:
-    """Run one worker to its end or to the limit; it and whatever it started are gone afterwards."""
+    """Run one worker to its end or to the limit; it and whatever it started are gone afterwards, also when this is interrupted."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
@@ -114,7 +129,11 @@ def run_worker(command: list[str], time_limit: float) -> Outcome:
 
     def stop() -> None:
         timed_out.set()
-        os.killpg(process.pid, signal.SIGKILL)
+        kill()
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
     alarm = threading.Timer(time_limit, stop)
     alarm.start()
@@ -125,6 +144,7 @@ def run_worker(command: list[str], time_limit: float) -> Outcome:
         code = process.wait()
     finally:
         alarm.cancel()
+        kill()
     if timed_out.is_set():
         outcome.error = f"stopped after the limit of {time_limit:g} s"
     elif code != 0:
@@ -139,17 +159,23 @@ def _take(line: str, outcome: Outcome) -> None:
     content = json.loads(line.removeprefix(PREFIX))
     if "settings" in content:
         outcome.settings = content["settings"]
+    elif "settle" in content:
+        outcome.settling.append(content["settle"])
     else:
         outcome.cases[content["case"]] = content
 
 
-def _report(case: Case, outcomes: dict[str, Outcome], record: Record) -> None:
-    figures = {engine: o.cases[case.name] for engine, o in outcomes.items() if case.name in o.cases}
-    for engine, own in figures.items():
-        prefix = "" if engine == OURS else f"{engine}_"
-        record.result(case.name, f"{prefix}tokens_per_s", own["tokens_per_s"], "1/s")
-        record.result(case.name, f"{prefix}peak_gib", own["peak_gib"], "GiB")
-        record.result(case.name, f"{prefix}host_rss_gib", own["host_rss_gib"], "GiB")
-    for engine, metric in _RATIOS.items():
-        if engine in figures and OURS in figures:
-            record.result(case.name, metric, figures[OURS]["tokens_per_s"] / figures[engine]["tokens_per_s"], "")
+def _report(case: Case, engine: str, outcomes: dict[str, Outcome], record: Record) -> None:
+    """Figures of the engine that has just ended, and the ratios that they complete."""
+    own = outcomes[engine].cases.get(case.name)
+    if own is None:
+        return
+    prefix = "" if engine == OURS else f"{engine}_"
+    record.result(case.name, f"{prefix}tokens_per_s", own["tokens_per_s"], "1/s")
+    record.result(case.name, f"{prefix}peak_gib", own["peak_gib"], "GiB")
+    record.result(case.name, f"{prefix}host_rss_gib", own["host_rss_gib"], "GiB")
+    ours = outcomes[OURS].speed(case) if OURS in outcomes else None
+    for peer in _RATIOS if engine == OURS else (engine,):
+        theirs = outcomes[peer].speed(case) if peer in outcomes else None
+        if ours is not None and theirs is not None:
+            record.result(case.name, _RATIOS[peer], ours / theirs, "")

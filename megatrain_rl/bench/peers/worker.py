@@ -7,9 +7,11 @@ import argparse
 import json
 import os
 import socket
+import time
 
 import torch
 
+from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.arguments import Case, parse_case, read_config, run_device
 from megatrain_rl.bench.data import PolicyGradientSurrogate, packed_batches
 from megatrain_rl.bench.peers.engine import PeerEngine
@@ -21,7 +23,7 @@ from megatrain_rl.profiling import MemorySampler
 
 # Before a line that `run` reads; everything else an engine prints is its own.
 PREFIX = "PEER "
-ENGINES = ("zero3", "fsdp2", "reference", "stream")
+ENGINES = ("zero3", "fsdp2", "stream", "reference")
 
 
 def main() -> None:
@@ -33,7 +35,12 @@ def main() -> None:
     torch.set_num_threads(usable_cores())  # the host optimizers' threads
     engine = make_engine(arguments, device)
     _report({"settings": engine.settings})
-    for case in map(parse_case, arguments.case):
+    cases = [parse_case(text) for text in arguments.case]
+    for batch in make_batches(engine, cases[0], arguments, count=arguments.settle):
+        started = time.perf_counter()
+        text = engine.step(*batch)
+        _report({"settle": f"settle: {time.perf_counter() - started:.3f} s, {text}"})
+    for case in cases:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # a case starts from what the engine holds, not from the peak of loading or the last case
         _report(run_case(engine, case, arguments))
@@ -57,14 +64,20 @@ def make_engine(arguments: argparse.Namespace, device: torch.device) -> PeerEngi
     return StreamEngine(config, read_config(arguments.set), mode, device, **sizes)
 
 
-def run_case(engine: PeerEngine, case: Case, arguments: argparse.Namespace) -> dict:
-    """Figures of one case: see `run` for their meaning."""
+def make_batches(
+    engine: PeerEngine, case: Case, arguments: argparse.Namespace, *, count: int
+) -> list[tuple[list[PackedBatch], PolicyGradientSurrogate]]:
+    """What `count` steps are given; made before the clock runs."""
     vocab = shape_config(arguments.shape).vocab_size
-    count = arguments.warmup + arguments.steps
     data = packed_batches(
         case.tokens, arguments.mean_length, vocab, max_tokens=engine.pack_tokens, seed=arguments.seed, count=count
     )
-    batches = [(packs, PolicyGradientSurrogate(packs, seed=arguments.seed + i)) for i, packs in enumerate(data)]
+    return [(packs, PolicyGradientSurrogate(packs, seed=arguments.seed + i)) for i, packs in enumerate(data)]
+
+
+def run_case(engine: PeerEngine, case: Case, arguments: argparse.Namespace) -> dict:
+    """Figures of one case: see `run` for their meaning."""
+    batches = make_batches(engine, case, arguments, count=arguments.warmup + arguments.steps)
     lines: list[str] = []
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -106,7 +119,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--shape", required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--case", action="append", required=True)
-    for name in ("mean-length", "steps", "warmup", "seed", "micro-batch-tokens"):
+    for name in ("mean-length", "settle", "steps", "warmup", "seed", "micro-batch-tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--set", action="append", default=[])
     return parser.parse_args()
