@@ -1,6 +1,7 @@
 """The command `megatrain-rl`."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         module.add_arguments(bench.add_parser(name, help=description, description=description, allow_abbrev=False))
     arguments = parser.parse_args(argv)
     record = Record(argv)
+    # a time limit outside, say: what was started here ends too, and what is known is written
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         check_writable(arguments.json, "--json")
         check_append(arguments.json, arguments.append)
@@ -34,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"megatrain-rl: {error}")
     finally:
+        signal.signal(signal.SIGTERM, before)
         # also when something failed on the way: what was measured until then, and the lines that say what failed
         if arguments.json and record.raw:
             record.write(arguments.json, append=arguments.append)

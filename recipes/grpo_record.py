@@ -5,8 +5,8 @@
 Reads what a run_*.sh recipe leaves in OUTPUT_DIR: metrics.jsonl (VERL's metrics) and megatrain/run.jsonl (memory). The first steps
 (--skip 2), in which things compile, are shown but not counted.
 
-VERL's stage `update_weights` is two things: waiting, layer by layer, for the host optimizer (optimizer_wait_s), and handing the weights over
-(weight_sync_s, the rest of it). The wait comes with the metrics of the step after; with several mini-batches it holds what they waited, too.
+VERL's stage `update_weights` is two things: waiting, layer by layer, for the host optimizer, and handing the weights over: weight_sync_s, the
+stage without that wait. The wait of a step is logged with the next one. optimizer_wait_s is all waiting since the last report.
 """
 
 import json
@@ -47,15 +47,16 @@ def read_steps(folder: Path) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     # of runs that were resumed too: metrics.TIME.jsonl, then metrics.jsonl
     for file in sorted(folder.glob("metrics.*.jsonl")) + [folder / "metrics.jsonl"]:
+        run: dict[int, dict[str, float]] = {}
         for line in file.read_text().splitlines():
             entry = json.loads(line)
-            steps.setdefault(entry["step"], {}).update(entry["data"])
-    done = {step: data for step, data in sorted(steps.items()) if "timing_s/step" in data}
-    for step, data in done.items():
-        waited = done.get(step + 1, {}).get(run_report.OPTIMIZER_WAIT)
-        if waited is not None and "timing_s/update_weights" in data:
-            data[_SYNC] = data["timing_s/update_weights"] - waited
-    return done
+            run.setdefault(entry["step"], {}).update(entry["data"])
+        for step, data in run.items():
+            waited = run.get(step + 1, {}).get(run_report.SYNC_WAIT)
+            if waited is not None and "timing_s/update_weights" in data:
+                data[_SYNC] = data["timing_s/update_weights"] - waited
+        steps |= run
+    return {step: data for step, data in sorted(steps.items()) if "timing_s/step" in data}
 
 
 def peak_gib(lines: list[dict], column: str) -> float | None:

@@ -7,11 +7,14 @@ depends on expandable segments, which others in the process switch.
 """
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
+
+log = logging.getLogger(__name__)
 
 # Caps of the owners that live: the allocator knows one cap for the process.
 _caps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -44,7 +47,8 @@ class DeviceArena:
 class DeviceReservation:
     """One segment of `reserved_bytes` taken from the driver, or a free one of that size. It stays until `close`, also when others empty the
     cache (`torch.cuda.empty_cache` gives back only what is wholly free): whole at first, and after `open` by a small piece of it that is
-    never freed while everything else is there to be cut. A no-op on a CPU."""
+    never freed while everything else is there to be cut. With expandable segments, which give back page by page, only the piece stays once
+    it is open. A no-op on a CPU."""
 
     # so large that the allocator does not cut it from a segment of small tensors
     _KEPT_BYTES = 2 << 20
@@ -67,6 +71,10 @@ class DeviceReservation:
                 self._kept = piece
                 return
             elsewhere.append(piece)
+        log.warning(
+            "the reserved GPU memory is kept by what is cut from it alone: %d pieces were free elsewhere",
+            len(elsewhere),
+        )
 
     def close(self) -> None:
         self._whole = self._kept = None

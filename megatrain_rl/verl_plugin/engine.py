@@ -64,6 +64,7 @@ class MegaTrainEngine(BaseEngine):
         self.optimizer_config = None if engine_config.forward_only else optimizer_config
         self.mode: str | None = None
         self._loading: Future[StreamTrainer] | None = None
+        self._sync_wait_s = 0.0
         self._skipped_steps = 0
         self._step_follows = False
         self._weights = "policy"
@@ -228,8 +229,8 @@ class MegaTrainEngine(BaseEngine):
         return {"loss": list(out.losses), "metrics": metrics}, out.stats
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
-        """VERL's, plus in RL, both since the start: the optimizer steps skipped because a loss or the gradient norm was not finite, and
-        the seconds spent waiting for the host optimizer."""
+        """VERL's, plus in RL, all since the start: the optimizer steps skipped because a loss or the gradient norm was not finite, and
+        the seconds spent waiting for the host optimizer, in all and in weight syncs."""
         self._step_follows = True  # BaseEngine.train_batch: zero_grad, forward_backward_batch, optimizer_step
         try:
             outputs = super().train_batch(data, loss_function)
@@ -240,6 +241,7 @@ class MegaTrainEngine(BaseEngine):
             outputs["metrics"]["skipped_steps"] = [float(self._skipped_steps)]
             # "max" in a name: of several mini-batches VERL logs the largest, so the last
             outputs["metrics"]["optimizer_wait_s/max"] = [self.trainer.optimizer_wait_s]
+            outputs["metrics"]["weight_sync_wait_s/max"] = [self._sync_wait_s]
         return outputs
 
     def optimizer_zero_grad(self) -> None:
@@ -260,7 +262,14 @@ class MegaTrainEngine(BaseEngine):
 
     def get_per_tensor_param(self, **kwargs: Any):
         """(name, tensor) of every parameter for the rollout engine, and no adapter."""
-        return stream_weights(self.trainer, device=get_device_name(), bucket_bytes=self._bucket_bytes()), None
+        return self._weights_out(), None
+
+    def _weights_out(self):
+        waited_s = self.trainer.optimizer_wait_s
+        try:
+            yield from stream_weights(self.trainer, device=get_device_name(), bucket_bytes=self._bucket_bytes())
+        finally:
+            self._sync_wait_s += self.trainer.optimizer_wait_s - waited_s
 
     def save_checkpoint(
         self,

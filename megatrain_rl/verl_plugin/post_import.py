@@ -36,8 +36,9 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            for hook in self.pending.pop(name, []):
+            for hook in self.pending.get(name, ()):
                 hook(module)
+            self.pending.pop(name, None)  # after an error they wait for the next try
 
         spec.loader.exec_module = exec_module
         return spec

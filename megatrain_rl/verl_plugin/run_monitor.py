@@ -26,8 +26,11 @@ from megatrain_rl.verl_plugin.run_processes import RunProcesses
 log = logging.getLogger(__name__)
 
 FOLDER = "megatrain"
-# What the engine reports: seconds since the start, of several mini-batches the last (see engine.py)
-_WAITED = "actor/optimizer_wait_s/max"
+# What the engine reports, seconds since the start, of several mini-batches the last (see engine.py); and what becomes of it
+_WAITED = {
+    "actor/optimizer_wait_s/max": run_report.OPTIMIZER_WAIT,
+    "actor/weight_sync_wait_s/max": run_report.SYNC_WAIT,
+}
 # One of these marks what is logged of a training step, in RL and in SFT; validation is logged by itself too
 _STEP_KEYS = ("training/global_step", "train/loss")
 
@@ -48,7 +51,7 @@ class RunMonitor:
         self._gpu_budget_gb = gpu_budget_gb
         self._file = run_report.RunFile(folder, startup_s)
         self._watch = watch.start()
-        self._waited_s = 0.0
+        self._waited_s = dict.fromkeys(_WAITED, 0.0)
         self._pid = os.getpid()
         self._done = False
         atexit.register(self.close)  # where nobody finishes the logger
@@ -84,10 +87,11 @@ class RunMonitor:
             ours = peaks_gib(points)
             self._hold_against_budget(ours.get("megatrain/trainer_gpu_peak_gib", 0.0))
         rest = dict(data)
-        if _WAITED in rest:
-            waited_s = float(rest.pop(_WAITED))
-            ours[run_report.OPTIMIZER_WAIT] = waited_s - self._waited_s
-            self._waited_s = waited_s
+        for reported, name in _WAITED.items():
+            if reported in rest:
+                waited_s = float(rest.pop(reported))
+                ours[name] = waited_s - self._waited_s[reported]
+                self._waited_s[reported] = waited_s
         stages_s = {key.removeprefix("timing_s/"): float(data[key]) for key in data if key.startswith("timing_s/")}
         self._file.write(step=step, stages_s=stages_s, metrics=ours, memory=points)
         return rest | ours

@@ -20,6 +20,7 @@ from megatrain_rl.verl_plugin.memory_watch import Point
 
 GIB = 2**30
 OPTIMIZER_WAIT = "megatrain/optimizer_wait_s"
+SYNC_WAIT = "megatrain/weight_sync_wait_s"  # of it, in weight syncs
 
 # VERL's stages in the order of a step. `testing` and the dump come after what VERL calls the step.
 _STEP_STAGES = (

@@ -1,14 +1,13 @@
-"""What VERL's task runner starts one after the other, goes on at the same time where neither needs the other.
+"""What VERL's task runner starts before and after the trainer's process goes on while that process starts.
 
-Every process of a run first imports for 10 to 20 s, and the task runner waits for each in turn. Two of these waits are put beneath others:
+Every process of a run first imports for 10 to 20 s, and the task runner waits for each in turn. Two of its waits are put beneath the one for
+the trainer's process:
 
-- TransferQueue starts a controller, then its storage (two processes, one after the other); meanwhile data are read and the trainer's process
-  is made. Its actor has its name before `init` goes on by itself, so other processes find it, and wait until it is ready.
-- VERL imports the rollout server's class, all of vLLM with it, only to hand its name to Ray; meanwhile the trainer's process imports and
-  takes its memory.
+- TransferQueue's start, a controller and then its storage units. VERL asks for it first of all; nothing uses it before the first step.
+- The import of the rollout server's class, all of vLLM with it, which VERL does later, only to hand the class to Ray.
 
-Both have ended before the task runner does anything after that: it may use the queue then, and two threads that import the same packages
-can find each other's half made. Only runs whose actor is ours. Installed by register.py.
+Both have ended before the task runner goes on, and the queue before anybody in this process uses it. Only runs whose actor is ours. Installed
+by register.py.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ import functools
 import importlib
 import os
 import threading
-import time
 from collections.abc import Callable
 from types import ModuleType
 
@@ -27,34 +25,54 @@ _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 
 
 class BackgroundCalls:
-    """Calls on threads of their own."""
+    """Calls that are put off, and then made on threads of their own."""
 
     def __init__(self):
+        self._changed = threading.Lock()
+        self._waiting: list[Callable[[], object]] = []
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []
 
-    def start(self, call: Callable[[], object], name: str) -> threading.Thread:
-        def run() -> None:
-            try:
-                call()
-            except BaseException as error:
-                self._errors.append(error)
+    def put_off(self, call: Callable[[], object]) -> None:
+        self._waiting.append(call)
 
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-        return thread
+    def start(self) -> None:
+        """Begin what was put off."""
+        with self._changed:
+            calls, self._waiting = self._waiting, []
+            threads = [threading.Thread(target=self._run, args=(call,), daemon=True) for call in calls]
+            self._threads += threads
+        for thread in threads:
+            thread.start()
 
     def finish(self) -> None:
-        """Wait for all of them; raises the first error, once."""
-        while self._threads:
-            self._threads.pop().join()
-        if self._errors:
-            error, self._errors = self._errors[0], []
-            raise error
+        """Until all of them have ended, those not begun included; raises the first error, once. On one of their own threads: nothing."""
+        if threading.current_thread() in self._threads:
+            return
+        self.start()
+        for thread in list(self._threads):
+            thread.join()
+        with self._changed:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            errors, self._errors = self._errors, []
+        if errors:
+            raise errors[0]
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._errors.append(error)
 
 
-_calls = BackgroundCalls()  # of this process
+_queue, _server = BackgroundCalls(), BackgroundCalls()  # of this process
+
+
+def _finish() -> None:
+    try:
+        _queue.finish()
+    finally:
+        _server.finish()
 
 
 def install(module: ModuleType) -> None:
@@ -67,59 +85,66 @@ def install(module: ModuleType) -> None:
 
 def _wrap_queue(module: ModuleType) -> None:
     init, close, interface = module.init, module.close, module.interface
+    make_client = interface._maybe_create_tq_client  # what every use of the queue begins with
 
     @functools.wraps(init)
     def start(conf=None):
-        if conf is None or STARTED_VARIABLE not in os.environ:
-            return init(conf)
-        thread = _calls.start(functools.partial(init, conf), "transfer queue")
-        while thread.is_alive() and interface._TQ_CONTROLLER is None:
-            time.sleep(0.01)
-        if not thread.is_alive():
-            _calls.finish()
-        return conf
+        if conf is not None and STARTED_VARIABLE in os.environ:
+            _queue.put_off(functools.partial(init, conf))
+            return conf
+        _queue.finish()
+        return init(conf)
+
+    @functools.wraps(make_client)
+    def client(conf=None):
+        _queue.finish()
+        return make_client(conf)
 
     @functools.wraps(close)
     def stop():
         with contextlib.suppress(Exception):  # it was or will be told where the run ended
-            _calls.finish()
+            _queue.finish()
         close()
 
-    module.init, module.close = start, stop
+    module.init, module.close, interface._maybe_create_tq_client = start, stop, client
 
 
 def _wrap_trainer(module: ModuleType) -> None:
     trainer, workers, rewards = module.PPOTrainer, module.RayWorkerGroup, module.RewardLoopManager
-    setup, make_workers, make_rewards = trainer._setup, workers.__init__, rewards.__init__
-    wanted = False  # by a set-up that has come to no workers yet
+    make, setup = trainer.__init__, trainer._setup
+    make_workers, make_rewards = workers.__init__, rewards.__init__
+
+    @functools.wraps(make)
+    def __init__(self, config, *args, **kwargs):
+        if not is_ours(config):  # another run of a driver that had one of ours
+            _queue.finish()
+        make(self, config, *args, **kwargs)
 
     @functools.wraps(setup)
     def _setup(self, *args, **kwargs):
-        nonlocal wanted
-        wanted = wants_vllm(self.config)
+        if wants_vllm(self.config):
+            _server.put_off(_import_server)
         try:
             result = setup(self, *args, **kwargs)
         except BaseException:
             with contextlib.suppress(Exception):
-                _calls.finish()
+                _finish()
             raise
-        _calls.finish()
+        _finish()
         return result
 
     @functools.wraps(make_workers)
     def after(self, *args, **kwargs):
-        nonlocal wanted
         make_workers(self, *args, **kwargs)
-        if wanted:  # VERL makes a second group out of the first
-            wanted = False
-            _calls.start(_import_server, "rollout import")
+        _queue.start()
+        _server.start()
 
     @functools.wraps(make_rewards)
     def before(self, *args, **kwargs):
-        _calls.finish()
+        _finish()
         make_rewards(self, *args, **kwargs)
 
-    trainer._setup, workers.__init__, rewards.__init__ = _setup, after, before
+    trainer.__init__, trainer._setup, workers.__init__, rewards.__init__ = __init__, _setup, after, before
 
 
 def wants_vllm(config) -> bool:

@@ -1,6 +1,7 @@
 """The other engines do the same step, and one that fails is reported and has no figures."""
 
 import json
+import subprocess
 import sys
 import time
 
@@ -124,7 +125,32 @@ def test_a_crash_is_reported_with_its_last_lines_and_keeps_what_was_measured():
 def test_a_worker_over_its_time_is_stopped_with_its_children():
     code = "import subprocess, sys; print('began', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     outcome = run_worker(worker(code), 2)
-    assert outcome.error == "stopped after the limit of 2 s" and outcome.last_lines == ["began"]
+    assert outcome.error == "stopped after the limit of 2 s" and outcome.last_lines[0] == "began"
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_worker_that_is_stopped_gives_back_what_it_locked(monkeypatch, tmp_path, stubborn):
+    """As torch's lock on a folder in which it compiles. One that does not listen is gone all the same."""
+    monkeypatch.setattr(peers, "_GRACE_SECONDS", 1)
+    lock, alive = tmp_path / "lock", tmp_path / "alive"
+    ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)" if stubborn else "0"
+    code = f"""
+import pathlib, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{ignore}
+lock = pathlib.Path({str(lock)!r})
+lock.touch()
+try:
+    time.sleep(4)
+    pathlib.Path({str(alive)!r}).touch()
+finally:
+    lock.unlink()
+"""
+    began = time.monotonic()
+    assert run_worker(worker(code), 1).error == "stopped after the limit of 1 s"
+    assert time.monotonic() - began < 4 and lock.exists() == stubborn
+    time.sleep(max(0, 5 - (time.monotonic() - began)))
+    assert not alive.exists()
 
 
 def test_an_interrupted_worker_is_gone(monkeypatch, tmp_path):
@@ -135,6 +161,7 @@ def test_an_interrupted_worker_is_gone(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(peers, "_take", interrupted)
+    monkeypatch.setattr(peers, "_GRACE_SECONDS", 1)
     with pytest.raises(KeyboardInterrupt):
         run_worker(worker(code), 30)
     time.sleep(4)
@@ -189,6 +216,26 @@ def test_an_interrupted_command_leaves_what_is_known(run_bench, pretended, monke
     written = json.loads((tmp_path / "record.json").read_text())
     ratios = {r["metric"]: r["value"] for r in written["results"] if r["metric"].startswith("vs_")}
     assert ratios == {"vs_zero3_offload": 4, "vs_fsdp2_offload": 2} and written["raw"][-1] == "== reference"
+
+
+def test_a_terminated_command_ends_its_worker_and_leaves_what_is_known(tmp_path):
+    alive, record = tmp_path / "alive", tmp_path / "record.json"
+    waits = f"import time, pathlib; time.sleep(3); pathlib.Path({str(alive)!r}).touch()"
+    code = (
+        "import sys; from megatrain_rl import cli; from megatrain_rl.bench.peers import run as peers; "
+        f"peers.worker_command = lambda *_: [sys.executable, '-c', {waits!r}]; "
+        "peers._GRACE_SECONDS = 1; "
+        f"cli.main(['bench', {', '.join(map(repr, WORDS))}, '--quick', '--json', {str(record)!r}])"
+    )
+    process = subprocess.Popen(worker(code), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line == "== zero3\n":
+            time.sleep(1)
+            process.terminate()
+    assert process.wait(30) == 143
+    assert json.loads(record.read_text())["raw"][-1] == "== zero3"
+    time.sleep(2.5)
+    assert not alive.exists()
 
 
 def test_a_failed_engine_ends_the_command_after_the_rest(run_bench, pretended, tmp_path):

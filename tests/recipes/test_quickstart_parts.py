@@ -135,7 +135,10 @@ def test_a_stopped_stage_leaves_no_process_behind(tmp_path, signum):
     pid_file = tmp_path / "pid"
     script = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(120)"
     arguments = ["stage", "3", tmp_path / "log", tmp_path / "metrics", "--", sys.executable, "-c", script]
-    running = subprocess.Popen([sys.executable, HERE / "progress.py", *arguments], stderr=subprocess.PIPE, text=True)
+    # where the tests run in a shell's background, SIGINT is ignored, and so by what they start
+    listening = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    command = [sys.executable, HERE / "progress.py", *arguments]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listening)
     deadline = time.monotonic() + 30
     while not (pid_file.exists() and pid_file.read_text()):
         assert time.monotonic() < deadline

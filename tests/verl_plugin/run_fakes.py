@@ -79,5 +79,6 @@ def step_data(step: int, *, waited: float) -> dict:
         "training/global_step": step,
         "actor/grad_norm": 1.0,
         "actor/optimizer_wait_s/max": waited,
+        "actor/weight_sync_wait_s/max": waited / 2,
         **{f"timing_s/{name}": seconds for name, seconds in timing.items()},
     }

@@ -183,3 +183,33 @@ def test_wait_for_the_optimizer_is_reported_since_the_start(tiny_model):
     aggregator = MetricsAggregator()
     aggregator.add_step_metrics(logged, sample_count=4)
     assert aggregator.get_aggregated_metrics()[name] == logged[name] == reported[-1]
+
+
+def test_what_a_weight_sync_waits_for_the_optimizer_is_told_apart(tiny_model, tmp_path):
+    """Of three waits of like length, in a sync, in a checkpoint and in the next update, only the first."""
+    engine = make_engine(tiny_model)
+    step = engine.trainer._optimizer._do
+
+    def slow(block, job):
+        time.sleep(0.02)
+        step(block, job)
+
+    engine.trainer._optimizer._do = slow
+    block_s = 0.01 * len(engine.trainer.spec.blocks)
+
+    def update() -> float:
+        metrics = train(engine, v1_batch(rl_rows()), policy_loss())["metrics"]
+        [synced], [waited] = metrics["weight_sync_wait_s/max"], metrics["optimizer_wait_s/max"]
+        assert synced <= waited
+        return synced
+
+    assert update() == 0
+    weights, _ = engine.get_per_tensor_param()
+    assert len(list(weights)) > 0
+    first = update()
+    assert first > block_s
+    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    weights, _ = engine.get_per_tensor_param()
+    assert len(list(weights)) > 0
+    assert update() - first < block_s / 2, "the checkpoint waited, not the sync"
+    assert update() - first < block_s / 2, "the update waited"

@@ -65,12 +65,14 @@ def test_log_gets_each_key_once(tracking, tmp_path):
         given = dict(data)
         made.log(data=data, step=step)
         assert data == given
-    ours = {"megatrain/trainer_rss_peak_gib", "megatrain/run_rss_peak_gib", "megatrain/optimizer_wait_s"}
+    waits = {"megatrain/optimizer_wait_s", "megatrain/weight_sync_wait_s"}
+    ours = {"megatrain/trainer_rss_peak_gib", "megatrain/run_rss_peak_gib"} | waits
     for step, data in logged[1:]:
-        assert data.keys() == (given.keys() | ours) - {"actor/optimizer_wait_s/max"}
+        assert data.keys() == (given.keys() | ours) - {"actor/optimizer_wait_s/max", "actor/weight_sync_wait_s/max"}
         assert data["training/global_step"] == step
         assert 0.05 < data["megatrain/trainer_rss_peak_gib"] <= data["megatrain/run_rss_peak_gib"]
     assert [data["megatrain/optimizer_wait_s"] for _, data in logged[1:]] == [0.5, 1.75]
+    assert [data["megatrain/weight_sync_wait_s"] for _, data in logged[1:]] == [0.25, 0.875]
     made.finish()
     lines = run_report.read(tmp_path / "megatrain")
     assert [line["step"] for line in lines] == [0, 1, 2, None]

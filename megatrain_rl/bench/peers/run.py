@@ -38,6 +38,7 @@ from megatrain_rl.model.decoder import decoder_spec
 OURS = "stream"
 _RATIOS = {"zero3": "vs_zero3_offload", "fsdp2": "vs_fsdp2_offload", "reference": "vs_reference_schedule"}
 _LAST_LINES = 25
+_GRACE_SECONDS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,8 +133,11 @@ def run_worker(command: list[str], time_limit: float) -> Outcome:
         kill()
 
     def kill() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        # asked first: one that is killed while it compiles leaves a lock in the compiler's cache, for which all later ones wait
+        for signum in (signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signum)
+                process.wait(_GRACE_SECONDS)
 
     alarm = threading.Timer(time_limit, stop)
     alarm.start()
