@@ -7,11 +7,13 @@ wrapping these calls; the table is printed when training begins. The trainer loa
 
 import functools
 import os
+import sys
 import time
 from types import ModuleType
 
 import psutil
 
+MODULE = "verl.trainer.ppo.v1.trainer_base"
 # Set in the driver before Ray starts; a local cluster hands it on to its processes.
 STARTED_VARIABLE = "MEGATRAIN_RL_STARTED"
 _FIRST = "Ray and the task runner"
@@ -56,20 +58,17 @@ def note_start() -> None:
     os.environ[STARTED_VARIABLE] = str(psutil.Process().create_time())
 
 
-_times: StartupTimes | None = None  # of this process, once VERL's RL trainer is imported
-
-
 def phases_here() -> dict[str, float]:
     """Seconds of the phases that this process has been through; empty where VERL's RL trainer does not run."""
-    return {} if _times is None else _times.phases_s()
+    times = getattr(sys.modules.get(MODULE), "megatrain_startup", None)
+    return {} if times is None else times.phases_s()
 
 
 def install(module: ModuleType) -> StartupTimes:
-    """Mark the calls of verl.trainer.ppo.v1.trainer_base; once."""
-    global _times
+    """Mark the calls of MODULE, which keeps the times; once."""
     if hasattr(module, "megatrain_startup"):
         return module.megatrain_startup
-    times = _times = module.megatrain_startup = StartupTimes()
+    times = module.megatrain_startup = StartupTimes()
     _mark_call(module.PPOTrainer, "fit", "begins", lambda: _tell(times))  # inside the mark made below
     for owner_name, method, when, phase in _MARKS:
         _mark_call(getattr(module, owner_name), method, when, functools.partial(times.mark, phase))

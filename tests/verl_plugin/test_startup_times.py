@@ -1,6 +1,7 @@
 """Phases of the start-up: marked in VERL's own trainer, in order, each once."""
 
 import os
+import sys
 import time
 import types
 
@@ -71,11 +72,6 @@ def fake_time(monkeypatch):
     monkeypatch.delenv(startup_times.STARTED_VARIABLE, raising=False)
 
 
-@pytest.fixture(autouse=True)
-def no_times_are_left(monkeypatch):
-    monkeypatch.setattr(startup_times, "_times", None)
-
-
 def run(module):
     trainer = module.PPOTrainer()
     trainer.init()
@@ -86,6 +82,7 @@ def run(module):
 def test_phases_are_told_once_training_begins(monkeypatch, capsys):
     monkeypatch.setenv(startup_times.STARTED_VARIABLE, str(clock.now - 256))
     module = trainer_module()
+    monkeypatch.setitem(sys.modules, startup_times.MODULE, module)
     times = startup_times.install(module)
     assert startup_times.install(module) is times
     run(module)

@@ -1,8 +1,10 @@
 """Where vLLM is: its CPU build in an environment of its own, and for `gpu` tests the one installed beside them."""
 
+import contextlib
 import importlib.metadata
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,20 @@ class Place:
     device: str
     python: Path
     environment: dict[str, str]
+
+
+def pytest_collection_finish(session):
+    """The environment is made while other tests run, if one will ask for it; what goes wrong is told there, by another try."""
+    wanted = any(
+        getattr(item, "callspec", None) and item.callspec.params.get("place") == "cpu" for item in session.items
+    )
+    if wanted and not session.config.option.collectonly and not vllm_venv.why_no_cpu_build():
+        threading.Thread(target=_make_ahead, daemon=True).start()
+
+
+def _make_ahead() -> None:
+    with contextlib.suppress(Exception, AssertionError):
+        vllm_venv.make()
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
