@@ -3,7 +3,7 @@
 Every process of a run first imports for 10 to 20 s, and the task runner waits for each in turn. Two of its waits are put beneath the one for
 the trainer's process:
 
-- TransferQueue's start, a controller and then its storage units. VERL asks for it first of all; nothing uses it before the first step.
+- TransferQueue's start, a controller and then its storage units. VERL asks for it first of all, and uses it last.
 - The import of the rollout server's class, all of vLLM with it, which VERL does later, only to hand the class to Ray.
 
 Both have ended before the task runner goes on, and the queue before anybody in this process uses it. Only runs whose actor is ours. Installed
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from megatrain_rl.verl_plugin.run_monitor import is_ours
-from megatrain_rl.verl_plugin.startup_times import STARTED_VARIABLE
+from megatrain_rl.verl_plugin.startup_times import STARTED_VARIABLE, call_when
 
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 
@@ -68,6 +68,11 @@ class BackgroundCalls:
 _queue, _server = BackgroundCalls(), BackgroundCalls()  # of this process
 
 
+def _start() -> None:
+    _queue.start()
+    _server.start()
+
+
 def _finish() -> None:
     try:
         _queue.finish()
@@ -110,9 +115,8 @@ def _wrap_queue(module: ModuleType) -> None:
 
 
 def _wrap_trainer(module: ModuleType) -> None:
-    trainer, workers, rewards = module.PPOTrainer, module.RayWorkerGroup, module.RewardLoopManager
+    trainer = module.PPOTrainer
     make, setup = trainer.__init__, trainer._setup
-    make_workers, make_rewards = workers.__init__, rewards.__init__
 
     @functools.wraps(make)
     def __init__(self, config, *args, **kwargs):
@@ -133,18 +137,9 @@ def _wrap_trainer(module: ModuleType) -> None:
         _finish()
         return result
 
-    @functools.wraps(make_workers)
-    def after(self, *args, **kwargs):
-        make_workers(self, *args, **kwargs)
-        _queue.start()
-        _server.start()
-
-    @functools.wraps(make_rewards)
-    def before(self, *args, **kwargs):
-        _finish()
-        make_rewards(self, *args, **kwargs)
-
-    trainer.__init__, trainer._setup, workers.__init__, rewards.__init__ = __init__, _setup, after, before
+    trainer.__init__, trainer._setup = __init__, _setup
+    call_when(module.RayWorkerGroup, "__init__", "ends", _start)
+    call_when(module.RewardLoopManager, "__init__", "begins", _finish)
 
 
 def wants_vllm(config) -> bool:

@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import ModuleType
 
 import psutil
@@ -69,9 +70,9 @@ def install(module: ModuleType) -> StartupTimes:
     if hasattr(module, "megatrain_startup"):
         return module.megatrain_startup
     times = module.megatrain_startup = StartupTimes()
-    _mark_call(module.PPOTrainer, "fit", "begins", lambda: _tell(times))  # inside the mark made below
+    call_when(module.PPOTrainer, "fit", "begins", lambda: _tell(times))  # inside the mark made below
     for owner_name, method, when, phase in _MARKS:
-        _mark_call(getattr(module, owner_name), method, when, functools.partial(times.mark, phase))
+        call_when(getattr(module, owner_name), method, when, functools.partial(times.mark, phase))
     return times
 
 
@@ -80,18 +81,18 @@ def _tell(times: StartupTimes) -> None:
         print(times.table(), flush=True)
 
 
-def _mark_call(owner: type, name: str, when: str, mark) -> None:
-    """`mark` is called whenever `owner.name` begins, or ends without an error."""
+def call_when(owner: type, name: str, when: str, function: Callable[[], object]) -> None:
+    """`function` is called whenever `owner.name` begins, or ends without an error (when: "begins", "ends")."""
     raw = vars(owner)[name]
-    function = raw.__func__ if isinstance(raw, classmethod) else raw
+    wrapped = raw.__func__ if isinstance(raw, classmethod) else raw
 
-    @functools.wraps(function)
+    @functools.wraps(wrapped)
     def call(*args, **kwargs):
         if when == "begins":
-            mark()
-        result = function(*args, **kwargs)
+            function()
+        result = wrapped(*args, **kwargs)
         if when == "ends":
-            mark()
+            function()
         return result
 
     setattr(owner, name, classmethod(call) if isinstance(raw, classmethod) else call)

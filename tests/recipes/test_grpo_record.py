@@ -49,11 +49,12 @@ def test_medians_and_peaks(tmp_path):
     ]  # fmt: skip
 
 
-def add(folder: Path, steps: dict[int, dict[str, float]], *, file: str = "metrics.jsonl") -> None:
-    lines = [json.loads(line) for line in (folder / file).read_text().splitlines()]
+def add(folder: Path, steps: dict[int, dict[str, float]]) -> None:
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines:
         line["data"] |= steps.get(line["step"], {})
-    (folder / file).write_text("\n".join(map(json.dumps, lines)))
+    file.write_text("\n".join(map(json.dumps, lines)))
 
 
 def sync(stage: float, waited_before: float) -> dict[str, float]:

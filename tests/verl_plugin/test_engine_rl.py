@@ -158,12 +158,8 @@ def test_padded_input_ids_and_groups_are_refused(tiny_model):
         infer(engine, v1_batch(rl_rows(), force_group_size=2))
 
 
-def test_wait_for_the_optimizer_is_reported_since_the_start(tiny_model):
-    """Each update pays for the one before; of several mini-batches VERL logs the last figure, so steps can be subtracted."""
-    from verl.trainer.ppo.v1.utils import MetricsAggregator
-    from verl.utils.metric import reduce_metrics
-
-    engine = make_engine(tiny_model)
+def slow_down_optimizer(engine) -> None:
+    """Every block takes 20 ms more."""
     step = engine.trainer._optimizer._do
 
     def slow(block, job):
@@ -171,6 +167,15 @@ def test_wait_for_the_optimizer_is_reported_since_the_start(tiny_model):
         step(block, job)
 
     engine.trainer._optimizer._do = slow
+
+
+def test_wait_for_the_optimizer_is_reported_since_the_start(tiny_model):
+    """Each update pays for the one before; of several mini-batches VERL logs the last figure, so steps can be subtracted."""
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+    from verl.utils.metric import reduce_metrics
+
+    engine = make_engine(tiny_model)
+    slow_down_optimizer(engine)
     reported = []
     for seed in range(3):
         metrics = train(engine, v1_batch(rl_rows(seed=seed)), policy_loss())["metrics"]
@@ -188,13 +193,7 @@ def test_wait_for_the_optimizer_is_reported_since_the_start(tiny_model):
 def test_what_a_weight_sync_waits_for_the_optimizer_is_told_apart(tiny_model, tmp_path):
     """Of three waits of like length, in a sync, in a checkpoint and in the next update, only the first."""
     engine = make_engine(tiny_model)
-    step = engine.trainer._optimizer._do
-
-    def slow(block, job):
-        time.sleep(0.02)
-        step(block, job)
-
-    engine.trainer._optimizer._do = slow
+    slow_down_optimizer(engine)
     block_s = 0.01 * len(engine.trainer.spec.blocks)
 
     def update() -> float:
