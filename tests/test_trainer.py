@@ -3,7 +3,9 @@ eager bf16 judged against fp32."""
 
 import contextlib
 import dataclasses
+import gc
 import threading
+import types
 import weakref
 
 import oracle
@@ -495,6 +497,43 @@ def test_closed_trainer_says_so(tmp_path):
     ):
         with pytest.raises(ValueError, match="the trainer is closed"):
             call()
+
+
+def test_a_closed_trainer_holds_no_memory(tmp_path, device):
+    """Also while it is still named, and it goes with its last name: nothing waits for the collector of circles."""
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path), device=device)
+    packs, objective = tiny.packs(tiny.sequences()), tiny.WeightedLoss(tiny.token_weights(tiny.sequences()))
+    trainer.forward_backward(packs, objective, final=True)
+    trainer.optim_step()
+    trainer.log_probs(packs)
+    assert largest_tensor(trainer) > 10_000
+    trainer.close()
+    assert largest_tensor(trainer) < 100  # frequencies of the positions, norms
+    gc.collect()
+    gc.disable()
+    try:
+        executor = weakref.ref(trainer._executor)
+        del trainer
+        assert executor() is None
+    finally:
+        gc.enable()
+
+
+def largest_tensor(owner: object) -> int:
+    """Bytes of the largest tensor that `owner` and what it refers to keep; tensors without memory (meta) count nothing."""
+    seen, waiting, largest = set(), [owner], 0
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, type | types.ModuleType | types.FrameType):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            largest = max(largest, 0 if thing.is_meta else thing.untyped_storage().nbytes())
+        elif isinstance(thing, types.FunctionType):  # without the globals of its module
+            waiting += [cell.cell_contents for cell in thing.__closure__ or ()]
+        else:
+            waiting += gc.get_referents(thing)
+    return largest
 
 
 def test_the_caller_sees_the_plan_before_the_model_is_read(tmp_path, monkeypatch):

@@ -222,6 +222,7 @@ class HostAdamW:
             self._closing = True
             self._changed.notify_all()
         self._worker.join()
+        self.state.clear()  # its memory goes back also when the closed trainer is still named somewhere
 
     # ---- inside ----
 

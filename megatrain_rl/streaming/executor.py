@@ -188,7 +188,9 @@ class StreamExecutor:
     def close(self) -> None:
         if self._slabs is not None:
             self._slabs.close()
+            self._slabs = None  # it calls back into this object: no circle keeps either until it is collected
         self._activations.close()
+        self._ring.abandon()
         self._reservation.close()
         cap_device_memory(self._device, self, None)
 

@@ -7,6 +7,7 @@ depends on expandable segments, which others in the process switch.
 """
 
 import contextlib
+import gc
 import logging
 import weakref
 from collections.abc import Iterator
@@ -100,9 +101,10 @@ def within_budget(device: torch.device, wanted_bytes: int) -> Iterator[None]:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Back to the driver with what this process has cached. Without it the workspaces of a new owner would be cut from a large segment
-    that an earlier one left, and hold all of it."""
+    """Back to the driver with what this process has cached, and with what is dead but not collected yet. Without it the workspaces of
+    a new owner would be cut from a large segment that an earlier one left, and hold all of it."""
     if device.type == "cuda":
+        gc.collect()
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
 
