@@ -33,14 +33,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_writable(arguments.json, "--json")
         check_append(arguments.json, arguments.append)
+        if arguments.json:
+            record.keep_in(arguments.json, append=arguments.append)
         _BENCHES[arguments.bench][0].run(arguments, record)
     except ValueError as error:
         sys.exit(f"megatrain-rl: {error}")
     finally:
         signal.signal(signal.SIGTERM, before)
-        # also when something failed on the way: what was measured until then, and the lines that say what failed
-        if arguments.json and record.raw:
-            record.write(arguments.json, append=arguments.append)
+        record.write()  # also when something failed on the way: with the lines that say what did
 
 
 if __name__ == "__main__":

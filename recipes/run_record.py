@@ -30,4 +30,4 @@ def write(arguments: argparse.Namespace, fill: Callable[[Record], None]) -> None
         fill(record)
     except (OSError, ValueError) as error:
         sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
-    record.write(arguments.json, append=arguments.append)
+    record.keep_in(arguments.json, append=arguments.append)

@@ -1,6 +1,6 @@
 """Record: what a benchmark prints and, with --json, leaves behind: command, place, raw lines, results.
 
-Made by the command line, filled by the benchmark, written once at its end.
+Made by the command line, filled by the benchmark, written after every figure and at the end: a run that is cut keeps what it knew.
 """
 
 import json
@@ -26,11 +26,15 @@ class Result:
 
 
 class Record:
-    """raw: every line printed. results: the figures, rounded to four significant digits. argv: of `megatrain-rl`; or command: what was run
-    instead."""
+    """raw: every line printed. results: the figures, rounded to four significant digits.
+
+    argv: of `megatrain-rl`; or command: what was run instead.
+    """
 
     def __init__(self, argv: Sequence[str], command: str | None = None):
         self._command = command_line(argv) if command is None else command
+        self._path: Path | None = None
+        self._before: dict[str, Any] | None = None
         self.raw: list[str] = []
         self.results: list[Result] = []
 
@@ -42,14 +46,25 @@ class Record:
         result = Result(case=case, metric=metric, value=rounded(value), unit=unit)
         self.results.append(result)
         print(f"{case} {metric} {result.value} {unit}".rstrip(), flush=True)
+        self.write()
 
-    def write(self, path: Path, *, append: bool = False) -> None:
-        """append: to a record that is there, of the same commit and machine; a case measured again takes the place of the old one."""
+    def keep_in(self, path: Path, *, append: bool = False) -> None:
+        """Write what is known into `path`, and from now on every figure at once. append: to a record that is there, of the same commit
+        and machine (`check_append`); a case measured again takes the place of the old one."""
+        self._path = path
+        self._before = json.loads(path.read_text()) if append and path.exists() else None
+        self.write()
+
+    def write(self) -> None:
+        if self._path is None or not self.raw:
+            return
         content = {"command": self._command, **environment(), "raw": self.raw}
         content["results"] = [vars(result) for result in self.results]
-        if append and path.exists():
-            content = _joined(json.loads(path.read_text()), content)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        if self._before is not None:
+            content = _joined(self._before, content)
+        unfinished = self._path.with_name(f"{self._path.name}.tmp")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        unfinished.replace(self._path)
 
 
 def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ def test_fields(tmp_path, capsys):
     record.say("a raw line")
     record.result("7b", "step_s", 1.23456, "s")
     record.result("7b", "matmul_fraction", 0.5, "")
-    record.write(tmp_path / "a.json")
+    record.keep_in(tmp_path / "a.json")
     written = json.loads((tmp_path / "a.json").read_text())
     assert set(written) == {"command", "commit", "hardware", "versions", "date", "raw", "results"}
     assert written["raw"] == ["a raw line"]
@@ -47,11 +47,12 @@ def test_four_digits(value, short):
 def test_append_keeps_other_cases_and_replaces_the_same(tmp_path):
     path = tmp_path / "a.json"
     for argv, case, value in (("one", "7b", 1.0), ("two", "14b", 2.0), ("three", "7b", 3.0)):
+        check_append(path, True)
         record = Record([argv])
+        record.keep_in(path, append=True)
         record.say(f"line {argv}")
         record.result(case, "step_s", value, "s")
-        check_append(path, True)
-        record.write(path, append=True)
+        record.write()
     written = json.loads(path.read_text())
     assert written["command"] == "megatrain-rl one; megatrain-rl two; megatrain-rl three"
     assert written["raw"] == ["line one", "line two", "line three"]
@@ -60,13 +61,25 @@ def test_append_keeps_other_cases_and_replaces_the_same(tmp_path):
 
 def test_append_refuses_another_commit(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    record = Record(["one"])
-    record.result("7b", "step_s", 1.0, "s")
     monkeypatch.setenv("MEGATRAIN_COMMIT", "a" * 40)
-    record.write(path)
+    record = Record(["one"])
+    record.say("a line")
+    record.keep_in(path)
     check_append(path, True)
     monkeypatch.setenv("MEGATRAIN_COMMIT", "b" * 40)
     with pytest.raises(ValueError, match="that record is of another commit"):
         check_append(path, True)
     with pytest.raises(ValueError, match="--append needs --json"):
         check_append(None, True)
+
+
+def test_every_figure_is_in_the_file_at_once(tmp_path):
+    """A command that is killed keeps what it knew; nothing but a whole record is ever there."""
+    path = tmp_path / "a.json"
+    record = Record(["one"])
+    record.keep_in(path)
+    record.say("a line")
+    for known in range(1, 4):
+        record.result("7b", f"metric {known}", known, "s")
+        assert [r["value"] for r in json.loads(path.read_text())["results"]] == list(range(1, known + 1))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
