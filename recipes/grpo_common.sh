@@ -15,10 +15,14 @@ fail() {
 }
 
 check_inputs() {
-  case $MODEL_PATH in
-    /* | ./* | ../* | ~*) [ -f "$MODEL_PATH/config.json" ] || fail "no model at $MODEL_PATH; set MODEL_PATH to a folder with config.json or to a hub name" ;;
-    */*/* | '') fail "MODEL_PATH='$MODEL_PATH' is neither a folder (begin it with / or ./) nor a hub name (organisation/model)" ;;
-  esac
+  # a hub name has one slash, and no folder here begins as it does
+  if [ ! -f "$MODEL_PATH/config.json" ]; then
+    case $MODEL_PATH in
+      /* | ./* | ../* | ~*) fail "no model at $MODEL_PATH; set MODEL_PATH to a folder with config.json or to a hub name" ;;
+      */*/* | '') fail "MODEL_PATH='$MODEL_PATH' is neither a folder with config.json nor a hub name (organisation/model)" ;;
+    esac
+    [ ! -e "${MODEL_PATH%%/*}" ] || fail "no model at $MODEL_PATH, and it begins as a folder here does; set MODEL_PATH to a folder with config.json or to a hub name"
+  fi
   local setting
   for setting in TRAIN_FILE VAL_FILE; do
     [ -f "${!setting}" ] || fail "no file ${!setting}; make it with 'python examples/prepare_gsm8k.py data/gsm8k', or set $setting"
@@ -64,7 +68,7 @@ grpo() {
     $actor.optim.lr=1e-6 $actor.use_dynamic_bsz=true $actor.ppo_max_token_len_per_gpu=16384 \
     $rollout.name=vllm $rollout.tensor_model_parallel_size=1 $rollout.n_gpus_per_node=1 $rollout.load_format=dummy \
     +$rollout.engine_kwargs.vllm.distributed_executor_backend=uni \
-    $rollout.max_model_len=1536 $rollout.log_prob_use_dynamic_bsz=true $rollout.log_prob_max_token_len_per_gpu=16384 \
+    $rollout.log_prob_use_dynamic_bsz=true $rollout.log_prob_max_token_len_per_gpu=16384 \
     $rollout.agent.num_workers=4 reward.num_workers=1 \
     actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=16384 \
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \

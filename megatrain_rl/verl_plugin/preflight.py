@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import EngineConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig
 
-from megatrain_rl.verl_plugin import gpu_share, startup_times
+from megatrain_rl.verl_plugin import gpu_share, run_inputs, startup_times
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
 from verl_patches import weight_transfer_timeout
 
@@ -29,8 +29,8 @@ def _refuse(condition: bool, setting: str, value: Any, instead: str) -> None:
 
 
 def check_run(config: DictConfig) -> None:
-    """Raise one ValueError if a run whose actor or reference is ours asks for what we do not have; fill in the rollout engine's share of
-    the card, and set the environment of a Ray cluster that this process will start."""
+    """Raise one ValueError if a run whose actor or reference is ours asks for what we do not have; fill in the rollout engine's context and
+    its share of the card, and set the environment of a Ray cluster that this process will start."""
     roles = config.actor_rollout_ref
     critic = OmegaConf.select(config, "critic.strategy")
     for role in ("actor", "ref"):  # the streaming knobs under a role make its engine ours, whatever its strategy says
@@ -95,6 +95,10 @@ def check_run(config: DictConfig) -> None:
     loss_mode = OmegaConf.select(roles, "actor.policy_loss.loss_mode")
     per_call = "it picks tokens among those of one micro-batch, so the update would depend on how packs are cut"
     _refuse(loss_mode in ("clip_cov", "kl_cov"), "actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, per_call)
+    run_inputs.resolve_context(config)
+    run_inputs.check_mini_batch(config)
+    run_inputs.check_loggers(config)
+    run_inputs.check_disk(config)
     gpu_share.resolve(config)
     weight_transfer_timeout.limit_seconds()
     startup_times.note_start()

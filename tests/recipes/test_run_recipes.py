@@ -57,6 +57,7 @@ def asked(inputs: dict[str, str]) -> list[str]:
     [
         ({"MODEL_PATH": "/no/such/model"}, "no model at /no/such/model; set MODEL_PATH"),
         ({"MODEL_PATH": "models/a/b"}, "MODEL_PATH='models/a/b' is neither a folder"),
+        ({"MODEL_PATH": "recipes/model"}, "no model at recipes/model, and it begins as a folder here does"),
         (
             {"TRAIN_FILE": "/no/train.parquet"},
             "no file /no/train.parquet; make it with 'python examples/prepare_gsm8k.py",
@@ -71,6 +72,13 @@ def test_missing_input_is_one_line(inputs, recipe, wrong, expected):
     [line] = done.stderr.splitlines()
     assert line.startswith(f"{recipe}: ") and expected in line
     assert not Path(inputs["OUTPUT_DIR"]).exists()
+
+
+def test_a_folder_below_this_one_is_a_model(inputs, tmp_path):
+    """As the recipes' headers write it."""
+    below = os.path.relpath(tmp_path / "model", RECIPES.parent)
+    assert start("run_qwen2_5_7b_grpo.sh", inputs | {"MODEL_PATH": below}).returncode == 0
+    assert f"actor_rollout_ref.model.path={below}" in asked(inputs)
 
 
 def test_metrics_of_an_earlier_run_are_kept(inputs):
@@ -98,17 +106,19 @@ def test_settings_compose_and_fit_the_card(inputs, recipe, monkeypatch):
 
     shape, card, weights = RUNS[recipe]
     monkeypatch.setattr(gpu_share, "visible_card", lambda: gpu_share.Card(total_bytes=card, free_bytes=card - GB // 2))
-    done = start(recipe, inputs | {"LOGGER": "console,wandb"}, "data.train_batch_size=8", "+trainer.note=a b")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    done = start(recipe, inputs | {"LOGGER": "console,wandb"}, "data.train_batch_size=64", "+trainer.note=a b")
     assert done.returncode == 0, done.stderr
     overrides = asked(inputs)
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=overrides)
-    assert config.data.train_batch_size == 8 and config.trainer.note == "a b"
+    assert config.data.train_batch_size == 64 and config.trainer.note == "a b"
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 32 and config.actor_rollout_ref.rollout.n == 8
     assert list(config.trainer.logger) == ["file", "console", "wandb"]
     validate_config(config, use_reference_policy=False, use_critic=False)
     roles = config.actor_rollout_ref
     rollout = omega_conf_to_dataclass(roles.rollout)
+    assert rollout.max_model_len == 1536
     assert not rollout.free_cache_engine and not rollout.enable_sleep_mode
     assert rollout.gpu_memory_utilization * card > (weights + 8) * GB
     assert (

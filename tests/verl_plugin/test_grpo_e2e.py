@@ -173,8 +173,9 @@ def side_by_side(workspace):
         "bypass": grpo(
             workspace, "bypass", "model_engine=megatrain", f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32",
             "actor_rollout_ref.rollout.dtype=float32", "algorithm.rollout_correction.bypass_mode=true",
-            "actor_rollout_ref.actor.use_kl_loss=false", "trainer.logger=[file,wandb]", *short,
+            "actor_rollout_ref.actor.use_kl_loss=false", "trainer.logger=[file,wandb,tensorboard]", *short,
             f"trainer.default_local_dir={workspace}/ckpt-bypass", WANDB_MODE="offline", WANDB_DIR=str(workspace),
+            TENSORBOARD_DIR=str(workspace / "tensorboard"),
         ),
     }  # fmt: skip
     yield runs
@@ -194,7 +195,7 @@ def test_strategy_alone_on_the_default_model_engine(side_by_side):
 
 
 def test_rollout_log_probs_in_place_of_an_old_log_prob_pass(side_by_side, workspace):
-    """bypass_mode, no KL term, and wandb without a network. Nobody computes the entropy then."""
+    """bypass_mode, no KL term, tensorboard, and wandb without a network. Nobody computes the entropy then."""
     for step in side_by_side["bypass"].finish().values():
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0
         # one update a batch, with the weights that sampled it: the ratio is 1 to rounding
@@ -203,6 +204,7 @@ def test_rollout_log_probs_in_place_of_an_old_log_prob_pass(side_by_side, worksp
         assert "actor/kl_loss" not in step and "timing_s/ref" not in step
     [offline] = (workspace / "wandb").glob("offline-run-*")
     assert list(offline.glob("*.wandb"))
+    assert list((workspace / "tensorboard").glob("events.*"))
 
 
 def test_sft(workspace, device):

@@ -1,0 +1,123 @@
+"""Settings and places that would be found wanting after minutes, or never, are told before Ray starts."""
+
+import shutil
+from collections import namedtuple
+
+import pytest
+import verl  # noqa: F401  (loads the plug-in)
+from hydra import compose, initialize_config_module
+from verl.utils.config import validate_config
+
+from megatrain_rl.bench.shapes import shape_config
+from megatrain_rl.verl_plugin import run_inputs
+
+ROLLOUT = "actor_rollout_ref.rollout"
+Usage = namedtuple("Usage", "total used free")
+
+
+def composed(*overrides: str):
+    base = ["model_engine=megatrain", "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1", "trainer.device=cpu"]
+    base += [
+        f"actor_rollout_ref.{key}_per_gpu=2"
+        for key in ("actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size", "ref.log_prob_micro_batch_size")
+    ]
+    base += ["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "trainer.logger=[console]"]
+    base += ["data.max_prompt_length=512", "data.max_response_length=1024", "trainer.save_freq=-1"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*base, *overrides])
+
+
+def validated(*overrides: str):
+    config = composed(*overrides)
+    validate_config(config, use_reference_policy=False, use_critic=False)
+    return config
+
+
+@pytest.mark.parametrize(
+    "overrides, length",
+    [
+        ([], 1536),
+        (["data.max_response_length=4096"], 4608),
+        ([f"{ROLLOUT}.max_model_len=2048"], 2048),
+        ([f"{ROLLOUT}.max_model_len=null"], None),
+    ],
+)
+def test_the_context_holds_prompt_and_answer(overrides, length):
+    assert validated(*overrides).actor_rollout_ref.rollout.max_model_len == length
+
+
+def test_a_context_that_would_cut_answers_is_refused():
+    with pytest.raises(
+        ValueError, match=r"rollout.max_model_len=1536 is less than .* = 4608.* set .*max_model_len=auto"
+    ):
+        validated(f"{ROLLOUT}.max_model_len=1536", "data.max_response_length=4096")
+
+
+@pytest.mark.parametrize("batch, mini, refused", [(8, 32, True), (48, 32, True), (64, 32, False), (32, 32, False)])
+def test_batches_are_whole_mini_batches(batch, mini, refused):
+    overrides = [f"data.train_batch_size={batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]
+    if not refused:
+        validated(*overrides)
+        return
+    with pytest.raises(
+        ValueError, match=f"data.train_batch_size={batch} is no multiple of .*ppo_mini_batch_size={mini}"
+    ):
+        validated(*overrides)
+
+
+@pytest.mark.parametrize("logger", ["[console,wandbb]", "wandbb"])
+def test_an_unknown_logger_is_named(logger):
+    with pytest.raises(ValueError, match="trainer.logger has wandbb, which VERL does not know; it knows .*tensorboard"):
+        validated(f"trainer.logger={logger}")
+
+
+def test_a_logger_that_is_not_installed_is_named(monkeypatch):
+    find = run_inputs.importlib.util.find_spec
+    monkeypatch.setattr(
+        run_inputs.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name)
+    )
+    with pytest.raises(ValueError, match="has tensorboard, and tensorboard is not installed: pip install tensorboard"):
+        validated("trainer.logger=[console,tensorboard]")
+
+
+def test_wandb_needs_a_key_or_to_be_offline(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    wandb = "trainer.logger=[console,wandb]"
+    with pytest.raises(ValueError, match="wandb, which knows no API key .*WANDB_API_KEY.*WANDB_MODE=offline"):
+        validated(wandb)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    validated(wandb)
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    validated(wandb)
+
+
+@pytest.mark.parametrize("moments, gb", [("float32", 91.4), ("bfloat16", 60.9)])
+def test_a_disk_too_small_for_a_checkpoint_is_refused(monkeypatch, tmp_path, moments, gb):
+    shape_config("qwen2.5-7b").save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    settings = [
+        f"actor_rollout_ref.model.path={tmp_path}/model", f"trainer.default_local_dir={out}/new",
+        f"actor_rollout_ref.actor.megatrain.optimizer_state_dtype={moments}",
+    ]  # fmt: skip
+    free = {}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(total=10**12, used=0, free=free["bytes"]))
+    free["bytes"] = int((gb - 0.2) * 1e9)
+    with pytest.raises(
+        ValueError, match=rf"trainer.default_local_dir=.*a checkpoint takes {gb} GB and {gb - 0.2:.1f} GB"
+    ):
+        validated(*settings, "trainer.save_freq=20")
+    validated(*settings)  # saves nothing
+    (out / "new" / "global_step_20").mkdir(parents=True)
+    validated(*settings, "trainer.save_freq=20")  # goes on from one
+    shutil.rmtree(out)
+    free["bytes"] = int((gb + 0.2) * 1e9)
+    validated(*settings, "trainer.save_freq=20")
+
+
+def test_a_model_that_is_not_here_yet_has_no_size():
+    assert run_inputs.checkpoint_bytes(composed("actor_rollout_ref.model.path=organisation/model")) is None
