@@ -101,13 +101,10 @@ class StreamTrainer:
         self._step_promised = False
         self._skipped_steps = 0
         self._closed = False
-        try:
+        with self._closed_on_error():
             if on_reserved is not None:
                 on_reserved(self)
             self._take_host_memory(library, schedule)
-        except BaseException:
-            self.close()
-            raise
 
     def _take_host_memory(self, library: LibraryAdamW | None, schedule: LRSchedule | None) -> None:
         spec, config, pin = self.spec, self.config, self._device.type == "cuda"
@@ -147,15 +144,12 @@ class StreamTrainer:
         check_shapes(spec, reader)
         trainer = cls(spec, config, adamw, schedule, torch.device(device), reference=reference, on_reserved=on_reserved)
         trainer._companions = reader.directory
-        try:
+        with trainer._closed_on_error():
             for block in spec.blocks:
                 for name in block.layout.slots:
                     trainer._set(block, name, reader.tensor(block.names[name]))
             if reference:
                 trainer._reference = trainer._frozen_store(reader)
-        except BaseException:
-            trainer.close()
-            raise
         return trainer
 
     @classmethod
@@ -172,16 +166,17 @@ class StreamTrainer:
         """Random weights: matrices normal with the config's `initializer_range`, norm weights 1, biases 0. The numbers depend on
         the device they are drawn on."""
         trainer = cls(decoder_spec(hf_config), config, adamw, schedule, torch.device(device), reference=False)
-        trainer._executor.use_reservation()
-        generator = torch.Generator(device=device).manual_seed(seed)
-        for block in trainer.spec.blocks:
-            for name, slot in block.layout.slots.items():
-                if len(slot.shape) == 2:
-                    draw = torch.empty(slot.shape, dtype=config.param_torch_dtype, device=device)
-                    tensor = draw.normal_(std=hf_config.initializer_range, generator=generator).cpu()
-                else:
-                    tensor = torch.zeros(slot.shape) if name.endswith("bias") else torch.ones(slot.shape)
-                trainer._set(block, name, tensor)
+        with trainer._closed_on_error():
+            trainer._executor.use_reservation()
+            generator = torch.Generator(device=device).manual_seed(seed)
+            for block in trainer.spec.blocks:
+                for name, slot in block.layout.slots.items():
+                    if len(slot.shape) == 2:
+                        draw = torch.empty(slot.shape, dtype=config.param_torch_dtype, device=device)
+                        tensor = draw.normal_(std=hf_config.initializer_range, generator=generator).cpu()
+                    else:
+                        tensor = torch.zeros(slot.shape) if name.endswith("bias") else torch.ones(slot.shape)
+                    trainer._set(block, name, tensor)
         return trainer
 
     @property
@@ -370,11 +365,21 @@ class StreamTrainer:
         if self._closed:
             return
         self._closed = True
-        for part in (self._executor, self._optimizer, self._gradients, self._reference, self._store):
-            if part is not None:
-                part.close()
+        with contextlib.ExitStack() as then:  # each, the last first, whatever comes of the others
+            for part in (self._store, self._reference, self._gradients, self._optimizer, self._executor):
+                if part is not None:
+                    then.callback(part.close)
 
     # ---- inside ----
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error on its way up is the one to tell
+                self.close()
+            raise
 
     def _set(self, block: Block, name: str, tensor: Tensor) -> None:
         """Store one parameter and, for bf16 weights, the part of it that bf16 cannot hold."""

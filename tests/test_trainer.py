@@ -18,8 +18,10 @@ from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.model.decoder import decoder_spec
 from megatrain_rl.objectives import NegativeLogLikelihood, ObjectiveOutput
 from megatrain_rl.ops.adamw import join_master
+from megatrain_rl.streaming import executor
 from megatrain_rl.streaming.executor import StreamExecutor
 from megatrain_rl.trainer import StreamTrainer
+from megatrain_rl.transfer.lanes import Lanes
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -512,11 +514,53 @@ def test_a_closed_trainer_holds_no_memory(tmp_path, device):
     gc.collect()
     gc.disable()
     try:
-        executor = weakref.ref(trainer._executor)
+        inside = weakref.ref(trainer._executor)
         del trainer
-        assert executor() is None
+        assert inside() is None
     finally:
         gc.enable()
+
+
+def test_a_device_that_is_lost_does_not_keep_the_host(tmp_path, monkeypatch):
+    """One part cannot be closed: the others are, and the error is told once."""
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    before = threading.active_count()
+    monkeypatch.setattr(Lanes, "synchronize", lambda self: raise_(RuntimeError("device lost")))
+    with pytest.raises(RuntimeError, match="device lost"):
+        trainer.close()
+    assert largest_tensor(trainer) < 100 and threading.active_count() == before - 2  # landings and AdamW
+    trainer.close()
+
+
+def test_the_error_that_ends_the_building_is_the_one_to_tell(tmp_path, monkeypatch):
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
+    monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: raise_(ValueError("no such parameter")))
+    monkeypatch.setattr(Lanes, "synchronize", lambda self: raise_(RuntimeError("device lost")))
+    before = threading.active_count()
+    for build in (
+        lambda: tiny.trainer(directory),
+        lambda: StreamTrainer.from_config(
+            tiny.config(), config=StreamConfig(**tiny.FP32), adamw=AdamWConfig(), device="cpu"
+        ),
+    ):
+        with pytest.raises(ValueError, match="no such parameter"):
+            build()
+        assert threading.active_count() == before
+
+
+def test_a_reservation_that_fails_leaves_no_cap(tmp_path, monkeypatch):
+    directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
+    caps = []
+    monkeypatch.setattr(executor, "cap_device_memory", lambda device, owner, cap: caps.append(cap))
+    monkeypatch.setattr(executor, "DeviceReservation", lambda device, wanted: raise_(torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(executor, "within_budget", lambda device, wanted: contextlib.nullcontext())
+    with pytest.raises(torch.OutOfMemoryError):
+        tiny.trainer(directory)
+    assert len(caps) == 2 and caps[0] > 0 and caps[1] is None
+
+
+def raise_(error: Exception):
+    raise error
 
 
 def largest_tensor(owner: object) -> int:

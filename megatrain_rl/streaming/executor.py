@@ -86,18 +86,21 @@ class StreamExecutor:
         self._interval = config.checkpoint_interval
         self._pack_multiple = PACK_MULTIPLE if compiled else 1
         release_cached_memory(device)
-        cap_device_memory(device, self, plan.gpu_cap_bytes)
-        with within_budget(device, plan.gpu_cap_bytes):
-            self._lanes = Lanes.on(device)
-            self._runner = LayerRunner(spec, device, dtype, backend, compiled)
-            self._head = Head(compile=compiled)
-            self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
-            self._runner.warm_up()
-            # whole until it is used; VERL empties the cache once the model is set up
-            self._reservation = DeviceReservation(device, plan.reserved_bytes)
-            self._activations = ActivationStore(
-                self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
-            )
+        with contextlib.ExitStack() as undo:
+            cap_device_memory(device, self, plan.gpu_cap_bytes)
+            undo.callback(cap_device_memory, device, self, None)
+            with within_budget(device, plan.gpu_cap_bytes):
+                self._lanes = Lanes.on(device)
+                self._runner = LayerRunner(spec, device, dtype, backend, compiled)
+                self._head = Head(compile=compiled)
+                self._ring = WeightRing(self._lanes, device, config.ring_depth, spec.max_layer_numel, dtype)
+                self._runner.warm_up()
+                # whole until it is used; VERL empties the cache once the model is set up
+                self._reservation = DeviceReservation(device, plan.reserved_bytes)
+                self._activations = ActivationStore(
+                    self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
+                )
+            undo.pop_all()
         self._slab_settings = dict(
             num_slabs=config.num_grad_slabs, slab_numel=plan.slab_numel, dtype=config.grad_torch_dtype
         )
@@ -186,13 +189,15 @@ class StreamExecutor:
             self._slabs.drain()
 
     def close(self) -> None:
-        if self._slabs is not None:
-            self._slabs.close()
-            self._slabs = None  # it calls back into this object: no circle keeps either until it is collected
-        self._activations.close()
-        self._ring.abandon()
-        self._reservation.close()
-        cap_device_memory(self._device, self, None)
+        """Every part, whatever comes of the others: a device may be lost."""
+        with contextlib.ExitStack() as then:
+            then.callback(cap_device_memory, self._device, self, None)
+            then.callback(self._reservation.close)
+            then.callback(self._ring.abandon)
+            then.callback(self._activations.close)
+            if self._slabs is not None:
+                then.callback(self._slabs.close)
+                self._slabs = None  # it calls back into this object: no circle keeps either until it is collected
 
     # ---- the sweep's parts ----
 

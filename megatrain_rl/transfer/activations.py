@@ -124,11 +124,13 @@ class ActivationStore:
         return hidden_TH
 
     def close(self) -> None:
-        self._lanes.synchronize()
-        self._arriving.clear()
-        self._outgoing.clear()
-        self._arena.close()
-        self._region.close()
+        try:
+            self._lanes.synchronize()
+        finally:
+            self._arriving.clear()
+            self._outgoing.clear()
+            self._arena.close()
+            self._region.close()
 
 
 def buffer_bytes(hidden_bytes: int) -> int:

@@ -45,6 +45,11 @@ class BackgroundCalls:
         for thread in threads:
             thread.start()
 
+    def forget(self) -> None:
+        """What was put off and has not begun will not be needed."""
+        with self._changed:
+            self._waiting = []
+
     def finish(self) -> None:
         """Until all of them have ended, those not begun included; raises the first error, once. On one of their own threads: nothing."""
         if threading.current_thread() in self._threads:
@@ -107,6 +112,7 @@ def _wrap_queue(module: ModuleType) -> None:
 
     @functools.wraps(close)
     def stop():
+        _queue.forget()
         with contextlib.suppress(Exception):  # it was or will be told where the run ended
             _queue.finish()
         close()
@@ -131,6 +137,8 @@ def _wrap_trainer(module: ModuleType) -> None:
         try:
             result = setup(self, *args, **kwargs)
         except BaseException:
+            _queue.forget()
+            _server.forget()
             with contextlib.suppress(Exception):
                 _finish()
             raise

@@ -35,13 +35,22 @@ class Blocked:
 class TaskRunner:
     """VERL's order: the queue, data, the trainer's workers (twice: VERL splits a group), their model is waited for, reward workers."""
 
-    def __init__(self, monkeypatch, *, config, trainer_error: Exception | None = None, uses_queue_early: bool = False):
+    def __init__(
+        self,
+        monkeypatch,
+        *,
+        config,
+        trainer_error: Exception | None = None,
+        uses_queue_early: bool = False,
+        data_error: Exception | None = None,
+    ):
         self.events: list[str] = []
         self.server, self.queue = Blocked(), Blocked()
         monkeypatch.setattr(startup_overlap.importlib, "import_module", self.server)
         for calls in ("_queue", "_server"):
             monkeypatch.setattr(startup_overlap, calls, startup_overlap.BackgroundCalls())
         monkeypatch.setenv(STARTED_VARIABLE, "1000.0")
+        self.data_error = data_error
         self.config, self.trainer_error, self.uses_queue_early = config, trainer_error, uses_queue_early
         self.module = self._module()
         startup_overlap.install(self.module)
@@ -89,6 +98,8 @@ class TaskRunner:
 
             def _setup(self):
                 events.append(f"data: {this.state()}")
+                if this.data_error is not None:
+                    raise this.data_error
                 if this.uses_queue_early:
                     this.queue.may_end.set()
                     assert interface._maybe_create_tq_client() == "client"
@@ -178,6 +189,14 @@ def test_the_trainers_own_error_is_the_one_that_is_told(monkeypatch):
     with pytest.raises(ValueError, match="the trainer's error"):
         runner.run()
     assert runner.events[-1] == "close: queue ended, server ended"
+
+
+def test_an_error_before_the_wait_starts_nothing(monkeypatch):
+    """It is told at once, not after 20 s of importing what nobody will use."""
+    runner = TaskRunner(monkeypatch, config=config(), data_error=ValueError("no such file"))
+    with pytest.raises(ValueError, match="no such file"):
+        runner.run()
+    assert runner.events == ["data: queue not begun, server not begun", "close: queue not begun, server not begun"]
 
 
 def test_verls_own_trainer_has_the_calls():
