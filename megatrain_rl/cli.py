@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"megatrain-rl: {error}")
     finally:
         signal.signal(signal.SIGTERM, before)
-        record.write()  # also when something failed on the way: with the lines that say what did
+        record.finish()  # also when something failed on the way: with the lines that say what did
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a process uses: GPU memory by NVML, host memory by the kernel; and what it ran on."""
 
 import contextlib
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -121,6 +122,9 @@ def environment() -> dict[str, Any]:
     from megatrain_rl import __version__
 
     versions = {"megatrain_rl": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    for name in ("verl", "vllm", "ray", "deepspeed"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     hardware = {
         "cores": os.cpu_count(),
         "host_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),

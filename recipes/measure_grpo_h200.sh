@@ -6,11 +6,12 @@
 # without a KL term, moments in fp32, temperature 0.7.
 # Answers of random weights are noise, so their rewards are arbitrary numbers: equal ones would make every gradient zero.
 # OVERRIDES: more Hydra overrides, for a machine that is not the one described, say a larger host.
+# 8x2 begins grpo_7b_h200.json, 32x8 goes on with it (of the same commit and machine); 8x2-fp8 and learning have records of their own.
 # WORK: model, data, outputs (default outputs/measure). RECORDS: where the records go (default recipes/records). PYTHON: as in the recipes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=${WORK:-outputs/measure}
-record=${RECORDS:-recipes/records}/grpo_7b_h200.json
+records=${RECORDS:-recipes/records}
 export PYTHON=${PYTHON:-python3}
 mkdir -p "$work"
 
@@ -27,14 +28,15 @@ EOF
     "$PYTHON" examples/prepare_gsm8k.py "$work/data" --train "$work/questions.jsonl" --test "$work/questions.jsonl"
 }
 
-# run CASE PROMPTS ANSWERS STEPS UNCOUNTED OVERRIDES...    the first UNCOUNTED steps are not in the figures
+# run CASE RECORD PROMPTS ANSWERS STEPS UNCOUNTED OVERRIDES...    RECORD: NAME, or +NAME to go on with it. The first UNCOUNTED steps are not in the figures
 run() {
-    local case=$1 prompts=$2 answers=$3 steps=$4 uncounted=$5 out=$work/$1
-    shift 5
+    local case=$1 record=$2 prompts=$3 answers=$4 steps=$5 uncounted=$6 out=$work/$1
+    shift 6
     local overrides=()
     read -r -a overrides <<< "${OVERRIDES:-}"
     local command="${OVERRIDES:+OVERRIDES='$OVERRIDES' }bash recipes/measure_grpo_h200.sh $case"
-    local to=(--json "$record" --append --command "$command")
+    local to=(--json "$records/${record#+}.json" --command "$command")
+    [ "${record#+}" = "$record" ] || to+=(--append)
     "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}" --check
     rm -rf "$out"
     MODEL_PATH=$(cd "$work/model" && pwd) TRAIN_FILE=$work/data/train.parquet VAL_FILE=$work/data/test.parquet OUTPUT_DIR=$out \
@@ -48,18 +50,18 @@ run() {
 
 with_kl=(actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.megatrain.optimizer_state_dtype=bfloat16)
 
-8x2() { run 8x2 8 2 7 2 "${with_kl[@]}"; }
+8x2() { run 8x2 grpo_7b_h200 8 2 7 2 "${with_kl[@]}"; }
 
 8x2-fp8() {
-    run 8x2-fp8 8 2 5 2 "${with_kl[@]}" actor_rollout_ref.rollout.quantization=fp8 algorithm.rollout_correction.rollout_is=token
+    run 8x2-fp8 grpo_7b_fp8_h200 8 2 5 2 "${with_kl[@]}" actor_rollout_ref.rollout.quantization=fp8 algorithm.rollout_correction.rollout_is=token
 }
 
 # host_reserve_gb: the state takes 107 of the host's 135 GB here; what is not reserved is filled with layer inputs
-32x8() { run 32x8 32 8 4 1 actor_rollout_ref.actor.megatrain.host_reserve_gb=16 actor_rollout_ref.rollout.temperature=0.7; }
+32x8() { run 32x8 +grpo_7b_h200 32 8 4 1 actor_rollout_ref.actor.megatrain.host_reserve_gb=16 actor_rollout_ref.rollout.temperature=0.7; }
 
 learning() {
     local out=$work/learning
-    local to=(--json "$(dirname "$record")/learning_vllm_h200.json" --command "ROLLOUT=vllm bash recipes/quickstart.sh")
+    local to=(--json "$records/learning_vllm_h200.json" --command "ROLLOUT=vllm bash recipes/quickstart.sh")
     "$PYTHON" recipes/learning_record.py "$out" small "${to[@]}" --check
     ROLLOUT=vllm QUICKSTART_OUT=$out bash recipes/quickstart.sh
     "$PYTHON" recipes/learning_record.py "$out" small "${to[@]}"

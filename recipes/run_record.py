@@ -31,3 +31,4 @@ def write(arguments: argparse.Namespace, fill: Callable[[Record], None]) -> None
     except (OSError, ValueError) as error:
         sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
     record.keep_in(arguments.json, append=arguments.append)
+    record.finish()

@@ -1,9 +1,11 @@
 """Record: what a benchmark prints and, with --json, leaves behind: command, place, raw lines, results.
 
-Made by the command line, filled by the benchmark, written after every figure and at the end: a run that is cut keeps what it knew.
+Made by the command line, filled by the benchmark, written at its end. Until then every figure is in NAME.json.partial at once: a run that
+is cut leaves what it knew, and the record that was there before.
 """
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ class Record:
     def __init__(self, argv: Sequence[str], command: str | None = None):
         self._command = command_line(argv) if command is None else command
         self._path: Path | None = None
+        self._partial: Path | None = None
         self._before: dict[str, Any] | None = None
         self.raw: list[str] = []
         self.results: list[Result] = []
@@ -46,25 +49,36 @@ class Record:
         result = Result(case=case, metric=metric, value=rounded(value), unit=unit)
         self.results.append(result)
         print(f"{case} {metric} {result.value} {unit}".rstrip(), flush=True)
-        self.write()
+        self._write()
 
     def keep_in(self, path: Path, *, append: bool = False) -> None:
-        """Write what is known into `path`, and from now on every figure at once. append: to a record that is there, of the same commit
-        and machine (`check_append`); a case measured again takes the place of the old one."""
-        self._path = path
+        """Where the record will be; OSError if it cannot be written there. append: to a record that is there, of the same commit and
+        machine (`check_append`); a case measured again takes the place of the old one."""
+        self._path, self._partial = path, path.with_name(f"{path.name}.partial")
+        self._partial.touch()
         self._before = json.loads(path.read_text()) if append and path.exists() else None
-        self.write()
+        self._write()
 
-    def write(self) -> None:
-        if self._path is None or not self.raw:
+    def finish(self) -> None:
+        """Put the record in its place, if anything is in it."""
+        if self._path is None:
+            return
+        self._write()
+        if self.raw or self.results:
+            self._partial.replace(self._path)
+        else:
+            self._partial.unlink()
+
+    def _write(self) -> None:
+        if self._path is None or not (self.raw or self.results):
             return
         content = {"command": self._command, **environment(), "raw": self.raw}
         content["results"] = [vars(result) for result in self.results]
         if self._before is not None:
             content = _joined(self._before, content)
-        unfinished = self._path.with_name(f"{self._path.name}.tmp")
+        unfinished = self._partial.with_name(f"{self._partial.name}.tmp")
         unfinished.write_text(json.dumps(content, indent=1) + "\n")
-        unfinished.replace(self._path)
+        unfinished.replace(self._partial)
 
 
 def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -111,5 +125,8 @@ def command_line(argv: Sequence[str]) -> str:
 
 def check_writable(path: Path | None, option: str) -> None:
     """Before minutes of measuring, not after them."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
+    folder = None if path is None else path.absolute().parent
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"{option} {path}: the folder {folder} does not exist")
+    if folder is not None and not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {path}: the folder {folder} cannot be written to")

@@ -111,6 +111,23 @@ def test_figures_of_a_worker():
     assert outcome.lines() == ["s", "a l"]
 
 
+def test_a_figure_behind_a_line_that_was_not_ended():
+    """Progress bars, for one: the worker's two outputs are one."""
+    outcome = run_worker(worker(f'print(\'50%|\', end=""); print(\'{PREFIX}\' + \'{{"case": "a", "lines": []}}\')'), 30)
+    assert list(outcome.cases) == ["a"] and outcome.last_lines == ["50%|"]
+
+
+def test_an_engine_that_ends_without_its_figures_has_failed(run_bench, pretended, monkeypatch, tmp_path):
+    pretended({"zero3": 50.0, "fsdp2": 100.0, "reference": 25.0, "stream": 200.0})
+    command = peers.worker_command
+    monkeypatch.setattr(
+        peers, "worker_command", lambda engine, *rest: worker("0") if engine == "fsdp2" else command(engine)
+    )
+    with pytest.raises(SystemExit, match="no complete figures of fsdp2"):
+        run_bench(*WORDS)
+    assert "FAILED: ended without figures of a" in json.loads((tmp_path / "record.json").read_text())["raw"]
+
+
 def test_a_crash_is_reported_with_its_last_lines_and_keeps_what_was_measured():
     code = (
         f"print('{PREFIX}' + '{{\"case\": \"a\", \"lines\": []}}', flush=True); print(*range(50), sep='\\n', flush=True); "

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatrain_rl.bench.record import Record, check_append, command_line, rounded
+from megatrain_rl.bench.record import Record, check_append, check_writable, command_line, rounded
 
 
 def test_fields(tmp_path, capsys):
@@ -13,6 +13,7 @@ def test_fields(tmp_path, capsys):
     record.result("7b", "step_s", 1.23456, "s")
     record.result("7b", "matmul_fraction", 0.5, "")
     record.keep_in(tmp_path / "a.json")
+    record.finish()
     written = json.loads((tmp_path / "a.json").read_text())
     assert set(written) == {"command", "commit", "hardware", "versions", "date", "raw", "results"}
     assert written["raw"] == ["a raw line"]
@@ -52,7 +53,7 @@ def test_append_keeps_other_cases_and_replaces_the_same(tmp_path):
         record.keep_in(path, append=True)
         record.say(f"line {argv}")
         record.result(case, "step_s", value, "s")
-        record.write()
+        record.finish()
     written = json.loads(path.read_text())
     assert written["command"] == "megatrain-rl one; megatrain-rl two; megatrain-rl three"
     assert written["raw"] == ["line one", "line two", "line three"]
@@ -65,6 +66,7 @@ def test_append_refuses_another_commit(tmp_path, monkeypatch):
     record = Record(["one"])
     record.say("a line")
     record.keep_in(path)
+    record.finish()
     check_append(path, True)
     monkeypatch.setenv("MEGATRAIN_COMMIT", "b" * 40)
     with pytest.raises(ValueError, match="that record is of another commit"):
@@ -73,13 +75,28 @@ def test_append_refuses_another_commit(tmp_path, monkeypatch):
         check_append(None, True)
 
 
-def test_every_figure_is_in_the_file_at_once(tmp_path):
-    """A command that is killed keeps what it knew; nothing but a whole record is ever there."""
-    path = tmp_path / "a.json"
+def test_every_figure_is_written_at_once_and_the_old_record_stays_until_the_end(tmp_path):
+    """A command that is killed leaves what it knew."""
+    path, partial = tmp_path / "a.json", tmp_path / "a.json.partial"
+    path.write_text("the record before")
     record = Record(["one"])
     record.keep_in(path)
-    record.say("a line")
     for known in range(1, 4):
         record.result("7b", f"metric {known}", known, "s")
-        assert [r["value"] for r in json.loads(path.read_text())["results"]] == list(range(1, known + 1))
-    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+        assert [r["value"] for r in json.loads(partial.read_text())["results"]] == list(range(1, known + 1))
+    assert path.read_text() == "the record before"
+    record.finish()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and len(json.loads(path.read_text())["results"]) == 3
+
+
+def test_a_command_without_a_line_leaves_no_record(tmp_path):
+    record = Record(["one"])
+    record.keep_in(tmp_path / "a.json")
+    record.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ValueError, match="--json .*a.json: the folder .* cannot be written to"):
+        check_writable(tmp_path / "a.json", "--json")

@@ -73,6 +73,9 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     for engine in arguments.engine or ENGINES:
         record.say(f"== {engine}")
         outcomes[engine] = run_worker(worker_command(engine, cases, arguments), arguments.time_limit)
+        missing = [case.name for case in cases if case.name not in outcomes[engine].cases]
+        if missing and not outcomes[engine].error:
+            outcomes[engine].error = f"ended without figures of {', '.join(missing)}"
         for line in outcomes[engine].lines():
             record.say(line)
         for case in cases:
@@ -157,10 +160,13 @@ def run_worker(command: list[str], time_limit: float) -> Outcome:
 
 
 def _take(line: str, outcome: Outcome) -> None:
-    if not line.startswith(PREFIX):
-        outcome.last_lines = [*outcome.last_lines, line][-_LAST_LINES:]
+    # what others print without ending their line stands before it
+    before, prefix, content = line.partition(PREFIX)
+    if before or not prefix:
+        outcome.last_lines = [*outcome.last_lines, before][-_LAST_LINES:]
+    if not prefix:
         return
-    content = json.loads(line.removeprefix(PREFIX))
+    content = json.loads(content)
     if "settings" in content:
         outcome.settings = content["settings"]
     elif "settle" in content:

@@ -22,7 +22,7 @@ from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.profiling import MemorySampler
 
 # Before a line that `run` reads; everything else an engine prints is its own.
-PREFIX = "PEER "
+PREFIX = "PEER:: "
 ENGINES = ("zero3", "fsdp2", "stream", "reference")
 
 
