@@ -11,6 +11,7 @@ from types import ModuleType
 from packaging.specifiers import SpecifierSet
 
 from verl_patches import (
+    dead_trainer,
     failed_generation,
     no_detokenization,
     process_group_cpu,
@@ -27,6 +28,7 @@ PATCHES = (
     ref_in_actor,
     replay_buffer_poll,
     failed_generation,
+    dead_trainer,
     weight_transfer_timeout,
     weight_transfer_socket,
     no_detokenization,

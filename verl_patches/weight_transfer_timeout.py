@@ -14,7 +14,7 @@ from types import ModuleType
 MODULE = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
 
 # Until the engine's worker connects, and of every answer after that, so of loading one bucket; seconds. A healthy one takes a second or two.
-LIMIT_SECONDS = 45.0
+LIMIT_SECONDS = 30.0
 LIMIT_VARIABLE = "MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT"
 
 

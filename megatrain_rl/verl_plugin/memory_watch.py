@@ -83,7 +83,9 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
 
     def start(self) -> "MemoryWatch":
-        self._thread.start()
+        """A second call does nothing."""
+        if not self._thread.is_alive():
+            self._thread.start()
         return self
 
     def stop(self) -> None:

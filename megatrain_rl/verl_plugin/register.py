@@ -32,6 +32,7 @@ def install() -> None:
     on_import("verl.utils.config", _check_before_ray)
     on_import("verl.trainer.ppo.v1.trainer_base", _time_startup)
     on_import("verl.trainer.ppo.v1.trainer_base", _overlap_startup)
+    on_import("verl.trainer.ppo.v1.trainer_base", _watch_startup)
     on_import("verl.utils.tracking", _watch_tracking)
     on_import("verl.utils.debug.metrics", _watch_log_probs)
     hydra_groups.install(on_import)
@@ -84,6 +85,12 @@ def _overlap_startup(module: ModuleType) -> None:
     from megatrain_rl.verl_plugin import startup_overlap
 
     startup_overlap.install(module)
+
+
+def _watch_startup(module: ModuleType) -> None:
+    from megatrain_rl.verl_plugin import run_monitor
+
+    run_monitor.watch_startup(module)
 
 
 def _watch_tracking(module: ModuleType) -> None:

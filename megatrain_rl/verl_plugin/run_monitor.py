@@ -1,7 +1,7 @@
 """Watches a run from VERL's logger: adds what VERL does not measure to every step, and leaves a record and pictures at the end.
 
 `watch_tracking` wraps `verl.utils.tracking.Tracking`, which exists once a run, in the process that logs: the task runner in RL, the trainer
-in SFT. Only runs whose strategy is megatrain are watched. `watch_log_probs` wraps the function that compares rollout and trainer. The
+in SFT. VERL makes it when everything else is up; `watch_startup` has memory sampled from the start in RL. Only runs whose strategy is megatrain are watched. `watch_log_probs` wraps the function that compares rollout and trainer. The
 folder is `trainer.default_local_dir`/megatrain. Invariant: nothing here stops a training; the first error is told once and ends the watching.
 
 Seconds of stages are VERL's timing_s/*, tokens/s without padding its perf/throughput; neither is repeated under another name.
@@ -202,18 +202,41 @@ def watch_log_probs(module: ModuleType) -> None:
     module.calculate_debug_metrics = calculate_debug_metrics
 
 
+def watch_startup(module: ModuleType) -> None:
+    """Wrap `PPOTrainer` of verl.trainer.ppo.v1.trainer_base, once."""
+    trainer = module.PPOTrainer
+    if "megatrain_watched" in vars(trainer):
+        return
+    trainer.megatrain_watched = True
+    make = trainer.__init__
+
+    @functools.wraps(make)
+    def __init__(self, config, *args, **kwargs):
+        global _startup
+        try:
+            if is_ours(config):
+                _startup = MemoryWatch(RunProcesses(), open_gpus()).start()
+        except Exception:
+            log.warning("memory is not watched before the first step; training goes on", exc_info=True)
+        make(self, config, *args, **kwargs)
+
+    trainer.__init__ = __init__
+
+
+_startup: MemoryWatch | None = None  # of a run that starts in this process; its monitor takes it over
 _watching = False  # whether a run of ours is watched from this process
 
 
 def _start(config: dict[str, Any] | None) -> RunMonitor | None:
-    global _watching
+    global _startup, _watching
+    watch, _startup = _startup, None
     try:
         if not is_ours(config):
             return None
         folder = Path(config["trainer"]["default_local_dir"]) / FOLDER
         monitor = RunMonitor(
             folder,
-            MemoryWatch(RunProcesses(), open_gpus()),
+            watch or MemoryWatch(RunProcesses(), open_gpus()),
             gpu_budget_gb=gpu_budget_gb(config),
             startup_s=startup_times.phases_here(),
         )

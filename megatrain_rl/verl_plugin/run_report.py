@@ -72,6 +72,11 @@ def startup_s(folder: Path) -> dict[str, float]:
     return _read(folder)[0].get("startup_s", {})
 
 
+def start(folder: Path) -> float:
+    """Unix seconds when the first step of the last start began."""
+    return _read(folder)[0]["start"]
+
+
 def _read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The line of the last start and those since."""
     start: dict[str, Any] = {}
@@ -90,13 +95,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def draw(folder: Path) -> list[Path]:
     """Draw what there is to draw; the pictures' paths. ImportError without matplotlib."""
-    lines = read(folder)
-    made = [_draw_memory(lines, folder / "memory.png"), _draw_stages(lines, folder / "stages.png")]
+    start, lines = _read(folder)
+    made = [_draw_memory(lines, start.get("start"), folder / "memory.png"), _draw_stages(lines, folder / "stages.png")]
     return [path for path in made if path is not None]
 
 
-def _draw_memory(lines: Sequence[dict[str, Any]], path: Path) -> Path | None:
-    """Each column as a band from least to most, its upper edge drawn out."""
+def _draw_memory(lines: Sequence[dict[str, Any]], begin: float | None, path: Path) -> Path | None:
+    """Each column as a band from least to most, its upper edge drawn out. begin: Unix seconds of the first step's begin."""
     rows = [
         {"time": line["memory"]["time"][i], **{c: values[i] for c, values in line["memory"].items() if c != "time"}}
         for line in lines
@@ -108,23 +113,23 @@ def _draw_memory(lines: Sequence[dict[str, Any]], path: Path) -> Path | None:
     panels = [(title, columns) for title, columns in panels if columns]
     if not panels:
         return None
+    begin = rows[0]["time"] if begin is None else begin
     figure, all_axes = _figure(len(panels))
     for axes, (title, columns) in zip(all_axes, panels, strict=True):
         for column in columns:
-            seconds, low, high = _thinned(rows, f"{column}_gib")
+            seconds, low, high = _thinned(rows, f"{column}_gib", begin)
             [line] = axes.plot(seconds, high, linewidth=1, label=f"{shown[column]}, peak {max(high):.2f}")
             axes.fill_between(seconds, low, high, alpha=0.3, color=line.get_color(), linewidth=0)
         axes.set(ylabel=title, ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right", fontsize="small")
-    all_axes[-1].set_xlabel("seconds since the first step began")
+    all_axes[-1].set_xlabel("seconds since the first step began, start-up before it")
     figure.savefig(path, dpi=120)
     return path
 
 
-def _thinned(rows: Sequence[dict[str, Any]], column: str) -> tuple[list[float], list[float], list[float]]:
-    """Seconds since the first row, least and most; neighbours joined until a picture can show them all."""
-    begin = rows[0]["time"]
+def _thinned(rows: Sequence[dict[str, Any]], column: str, begin: float) -> tuple[list[float], list[float], list[float]]:
+    """Seconds since `begin`, least and most; neighbours joined until a picture can show them all."""
     values = [(row["time"] - begin, *row[column]) for row in rows if row.get(column)]
     each = -(-len(values) // _MEMORY_POINTS)
     groups = [values[i : i + each] for i in range(0, len(values), each)]

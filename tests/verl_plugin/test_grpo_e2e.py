@@ -152,6 +152,8 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
     record = (workspace / f"ckpt-{device}" / "megatrain" / "run.jsonl").read_text().splitlines()
     # both runs: a start, their steps, and what came after the last
     assert [json.loads(line).get("step", "start") for line in record] == ["start", 1, 2, None, "start", 3, None]
+    first_look = run_report.read(workspace / f"ckpt-{device}" / "megatrain")[0]["memory"]["time"][0]
+    assert first_look < run_report.start(workspace / f"ckpt-{device}" / "megatrain") - 1, "the start-up is in it"
     startup_s = run_report.startup_s(workspace / f"ckpt-{device}" / "megatrain")
     assert "rollout engine" in startup_s and 1 < sum(startup_s.values()) < 900
     assert abs(steps[1]["actor/kl_loss"]) < 1e-6

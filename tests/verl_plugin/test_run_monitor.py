@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,33 @@ def test_log_gets_each_key_once(tracking, tmp_path):
     lines = run_report.read(tmp_path / "megatrain")
     assert [line["step"] for line in lines] == [0, 1, 2, None]
     assert lines[2]["stages_s"]["update_actor"] == 3.0 and lines[2]["metrics"]["megatrain/optimizer_wait_s"] == 1.75
+
+
+def test_memory_is_sampled_from_the_start(tracking, tmp_path):
+    """VERL makes its logger when trainer and engine are up; what they took meanwhile is in the first step's peaks and in the record."""
+
+    class PPOTrainer:
+        def __init__(self, config):
+            self.config = config
+
+    module = SimpleNamespace(PPOTrainer=PPOTrainer)
+    run_monitor.watch_startup(module)
+    run_monitor.watch_startup(module)
+    began = time.time()
+    assert PPOTrainer({"actor_rollout_ref": {"actor": {"strategy": "fsdp"}}}).config and run_monitor._startup is None
+    PPOTrainer(CONFIG)
+    watch = run_monitor._startup
+    watch.sample()
+    made, logged = tracking(tmp_path)
+    assert made.megatrain_monitor._watch is watch and run_monitor._startup is None
+    made.log({"val-core/x": 1.0}, 0)
+    made.finish()
+    first = run_report.read(tmp_path / "megatrain")[0]["memory"]["time"][0]
+    assert began - 0.1 <= first <= run_report.start(tmp_path / "megatrain")
+    assert not watch._thread.is_alive()
+    again, _ = tracking(tmp_path)
+    assert again.megatrain_monitor._watch is not watch
+    again.finish()
 
 
 @pytest.mark.parametrize(

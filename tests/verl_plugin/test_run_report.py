@@ -67,7 +67,7 @@ def test_nothing_seen_is_no_picture(tmp_path):
 def test_thinned_picture_keeps_the_peak():
     rows = [{"time": 5.0 + i, "a": [1.0, 2.0 + 97 * (i == 7777)]} for i in range(10_000)]
     rows.insert(3, {"time": 8.5})
-    seconds, low, high = run_report._thinned(rows, "a")
+    seconds, low, high = run_report._thinned(rows, "a", rows[0]["time"])
     assert len(seconds) <= run_report._MEMORY_POINTS and seconds[0] == 0.0
     assert max(high) == 99.0 and set(low) == {1.0}
 

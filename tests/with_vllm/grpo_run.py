@@ -85,7 +85,6 @@ def environment(folder: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "TQ_NUM_THREADS": "2",
-        "MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT": "20",  # so that a run killed within a sync ends in time, too
         "VLLM_LOGGING_LEVEL": "INFO",  # it says there when the cache is emptied and when it sleeps
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
     }

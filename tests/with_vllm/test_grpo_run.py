@@ -89,7 +89,7 @@ def test_grpo_runs_ends_and_resumes(place, start):
     second = start("second")
     second.wait_for_step(saved + 1, seconds=START_LIMIT[place.device])
     output = second.assert_ends(second.kill(TRAINER))
-    assert "ActorDiedError" in output
+    assert "the trainer's process has died" in output
     assert min(grpo_run.metrics(first.folder)) == saved + 1  # VERL's logger begins a new file
     resumed = grpo_run.metrics(first.folder)[saved + 1]
     assert resumed["training/rollout_probs_diff_max"] < {"cpu": 1e-4, "cuda": 1e-3}[place.device]

@@ -1,0 +1,51 @@
+"""verl_patches/dead_trainer.py: Ray's page about an actor gets a line that says which and what to do; other errors pass."""
+
+import inspect
+import types
+
+import pytest
+import verl.trainer.ppo.v1.trainer_base as patched
+from ray.exceptions import ActorDiedError
+
+from verl_patches import dead_trainer
+
+
+def died(class_name: str) -> ActorDiedError:
+    error = ActorDiedError()
+    error.error_msg = f"The actor died unexpectedly before finishing this task.\n\tclass_name: {class_name}"
+    return error
+
+
+def patched_with(error: Exception):
+    class PPOTrainer:
+        def fit(self, *args):
+            raise error
+
+    module = types.ModuleType(dead_trainer.MODULE)
+    module.PPOTrainer = PPOTrainer
+    dead_trainer.apply(module)
+    return module.PPOTrainer()
+
+
+def test_defect_is_still_there():
+    fit = patched.PPOTrainer.fit
+    assert fit.__wrapped__ is not None and "ActorDied" not in inspect.getsource(inspect.unwrap(fit))
+
+
+def test_the_trainer_is_named():
+    trainer = patched_with(died("create_colocated_worker_cls.<locals>.WorkerDict"))
+    with pytest.raises(RuntimeError, match="the trainer's process has died.*host_budget_gb.*last checkpoint") as told:
+        trainer.fit("agent loops")
+    assert isinstance(told.value.__cause__, ActorDiedError)
+
+
+@pytest.mark.parametrize("error", [died("AgentLoopWorker"), ValueError("WorkerDict")])
+def test_other_errors_pass(error):
+    with pytest.raises(type(error)) as told:
+        patched_with(error).fit()
+    assert told.value is error
+
+
+def test_missing_name_raises():
+    with pytest.raises(AttributeError, match="PPOTrainer"):
+        dead_trainer.apply(types.ModuleType(dead_trainer.MODULE))
