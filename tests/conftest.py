@@ -18,8 +18,12 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):  # pytest-xdist: whole runs first, so that none is left alone at the end
+    if hasattr(
+        config, "workerinput"
+    ):  # pytest-xdist: whole runs first and one after the other, beside files of other tests
         items.sort(key=lambda item: "e2e" not in item.keywords)
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("e2e" if "e2e" in item.keywords else item.path.name))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -19,6 +19,7 @@ from megatrain_rl.bench.ceilings import host_copy_gb_s
 from megatrain_rl.bench.flops import adamw_bytes_per_parameter
 from megatrain_rl.bench.host_blocks import ADAMW, GRADIENT_SCALE, HostBlock, fill_with_noise, host_blocks, scalars
 from megatrain_rl.bench.record import Record
+from megatrain_rl.bench.series import MemoryMeter
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.ops.build import load_library
@@ -44,11 +45,13 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         raise ValueError(f"--parameters {arguments.parameters}: must be at least 1")
     load_library("adamw")  # compile before the clock runs
     copy = host_copy_gb_s(record, quick=arguments.quick)
+    memory = MemoryMeter()
     native = _native(StreamConfig(), EXACT, parameters, arguments, threads, copy, record)
     fused = _measure("torch AdamW(fused=True)", _torch_pass(parameters), parameters, arguments.passes, threads, record)
     record.result(EXACT, "torch_fused_params_per_s", fused.per_second, "1/s")
     record.result(EXACT, "vs_torch_fused", native.per_second / fused.per_second, "")
     _against_deepspeed(native, parameters, arguments.passes, threads, record)
+    memory.report(record, EXACT)
     bf16 = StreamConfig(optimizer_state_dtype="bfloat16")
     _native(bf16, BF16_MOMENTS, parameters, arguments, threads, copy, record)
 

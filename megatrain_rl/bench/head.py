@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from megatrain_rl.bench.arguments import add_common, add_model, run_device
 from megatrain_rl.bench.ceilings import matmul_tflops, timed
 from megatrain_rl.bench.record import Record
+from megatrain_rl.bench.series import MemoryMeter
 from megatrain_rl.bench.shapes import shape_config
 from megatrain_rl.head import Head, HeadStats, chunks
 
@@ -40,9 +41,8 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     ceiling, _ = matmul_tflops(device, record, quick=arguments.quick)
     head = Head(compile=device.type == "cuda" and not arguments.no_compile)
     phase = _HeadPhase(head, config, arguments, device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+    memory = MemoryMeter()
+    held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     operations = {
         "forward": phase.forward, "forward_matmul": phase.forward_matmul,
         "forward_backward": phase.forward_backward, "forward_backward_matmul": phase.forward_backward_matmul,
@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         tflops = products * flops / seconds[name] / 1e12
         record.result(CASE, f"{name}_useful_tflops", tflops, "TFLOP/s")
         record.result(CASE, f"{name}_matmul_fraction", tflops / ceiling, "")
+    memory.report(record, CASE)
 
 
 class _HeadPhase:

@@ -11,6 +11,7 @@ from megatrain_rl.bench.arguments import add_common, run_device
 from megatrain_rl.bench.ceilings import LinkProbe, host_copy_gb_s
 from megatrain_rl.bench.host_blocks import HostBlock, host_blocks, scalars
 from megatrain_rl.bench.record import Record
+from megatrain_rl.bench.series import MemoryMeter
 from megatrain_rl.trainer import optimizer_threads
 
 CASE = "link"
@@ -27,6 +28,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         raise ValueError(f"--threads {arguments.threads}: must be at least 1")
     device = run_device()
     host_copy = host_copy_gb_s(record, quick=arguments.quick)
+    memory = MemoryMeter()
     probe = LinkProbe(device, quick=arguments.quick)
     # two layers: more than the processor's caches, so that each pass comes from memory
     shape, parameters = ("tiny", 1) if arguments.quick else ("qwen2.5-7b", 400_000_000)
@@ -46,6 +48,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         record.say(
             f"host optimizer: native AdamW, {arguments.threads} threads, {len(blocks)} blocks of {blocks[0].numel}"
         )
+        memory.report(record, CASE)
     finally:
         probe.close()
         for block in blocks:

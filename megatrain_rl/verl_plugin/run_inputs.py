@@ -66,7 +66,7 @@ def check_loggers(config: DictConfig) -> None:
 # In a process of its own: wandb leaves a service running, and its address in the environment. Exit status 1: there is no key.
 _ASK_WANDB = """
 import inspect, sys, wandb
-settings = wandb.setup().settings
+settings = wandb.setup().settings  # also of files
 if settings.mode in ("offline", "disabled", "dryrun") or settings.api_key or "prompt" not in inspect.signature(wandb.login).parameters:
     sys.exit(0)
 sys.exit(0 if wandb.login(prompt=False, verify=False) else 1)
@@ -74,6 +74,8 @@ sys.exit(0 if wandb.login(prompt=False, verify=False) else 1)
 
 
 def _wandb_has_no_key() -> bool:
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or os.environ.get("WANDB_API_KEY"):
+        return False
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _ASK_WANDB], capture_output=True, stdin=subprocess.DEVNULL, timeout=30

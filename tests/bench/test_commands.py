@@ -108,13 +108,14 @@ def test_head(run_bench):
     assert figures["forward_backward_ms"] > figures["forward_ms"] > 0
     ratio = figures["forward_backward_ms"] / figures["forward_backward_matmul_ms"]
     assert figures["forward_backward_vs_matmul"] == pytest.approx(ratio, rel=2e-3)
+    assert figures["host_rss_gib"] > 0.05
 
 
 def test_link(run_bench):
     figures = run_bench("link", "--seconds", "0.05", "--threads", "1").figures("link")
     assert set(figures) == {
         "h2d_gb_s", "d2h_gb_s", "both_gb_s", "host_copy_gb_s", "adamw_alone_gparams_s", "adamw_while_both_gparams_s",
-        "both_while_adamw_gb_s",
+        "both_while_adamw_gb_s", "host_rss_gib",
     }  # fmt: skip
     assert min(figures.values()) > 0
 
@@ -123,7 +124,7 @@ def test_adam(run_bench, monkeypatch):
     monkeypatch.setattr(adam, "usable_cores", lambda: 1)
     written = run_bench("adam", "--parameters", "100000", "--threads", "1", "--threads", "64")
     exact, small = written.figures("exact"), written.figures("bf16-moments")
-    assert exact["threads"] == small["threads"] == 1
+    assert exact["threads"] == small["threads"] == 1 and exact["host_rss_gib"] > 0.05
     ratio = exact["params_per_s"] / exact["torch_fused_params_per_s"]
     assert exact["vs_torch_fused"] == pytest.approx(ratio, rel=2e-3)
     # 26 bytes a parameter and 18 over the same copy bandwidth

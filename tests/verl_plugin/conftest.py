@@ -6,6 +6,7 @@ import pytest
 
 for name, value in {
     "VERL_PLATFORM": "cpu",
+    "WANDB_MODE": "offline",  # VERL's default has wandb among the loggers
     "TOKENIZERS_PARALLELISM": "false",
     "RANK": "0",
     "LOCAL_RANK": "0",

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -76,6 +77,12 @@ class Run:
         for entry in map(json.loads, self._metrics.read_text().splitlines()):
             steps.setdefault(entry["step"], {}).update(entry["data"])
         return steps
+
+    def wait_for_ray(self) -> None:
+        deadline = time.monotonic() + 120
+        while "Started a local Ray instance" not in self.log() and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.log()[-8000:]
+            time.sleep(0.2)
 
     def stop(self) -> None:
         """Of a run that nobody waited for: as Ctrl-C does, so that Ray's processes go too."""
@@ -166,20 +173,20 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
 
 @pytest.fixture(scope="module")
 def side_by_side(workspace):
-    """Two runs that have nothing to do with each other, at once: most of either is one process importing after the other."""
+    """Two runs that have nothing to do with each other, at once: most of either is one process importing after the other. The second when
+    the first has its Ray: Ray gives itself 30 s to start."""
     short = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
     strategy = ["actor_rollout_ref.actor.strategy=megatrain", "actor_rollout_ref.ref.strategy=megatrain"]
     knobs = "actor_rollout_ref.actor.megatrain"
-    runs = {
-        "dp": grpo(workspace, "dp", *strategy, *short, "algorithm.rollout_correction.rollout_is=token"),
-        "bypass": grpo(
-            workspace, "bypass", "model_engine=megatrain", f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32",
-            "actor_rollout_ref.rollout.dtype=float32", "algorithm.rollout_correction.bypass_mode=true",
-            "actor_rollout_ref.actor.use_kl_loss=false", "trainer.logger=[file,wandb,tensorboard]", *short,
-            f"trainer.default_local_dir={workspace}/ckpt-bypass", WANDB_MODE="offline", WANDB_DIR=str(workspace),
-            TENSORBOARD_DIR=str(workspace / "tensorboard"),
-        ),
-    }  # fmt: skip
+    runs = {"dp": grpo(workspace, "dp", *strategy, *short, "algorithm.rollout_correction.rollout_is=token")}
+    runs["dp"].wait_for_ray()
+    runs["bypass"] = grpo(
+        workspace, "bypass", "model_engine=megatrain", f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32",
+        "actor_rollout_ref.rollout.dtype=float32", "algorithm.rollout_correction.bypass_mode=true",
+        "actor_rollout_ref.actor.use_kl_loss=false", "trainer.logger=[file,wandb,tensorboard]", *short,
+        f"trainer.default_local_dir={workspace}/ckpt-bypass", WANDB_MODE="offline", WANDB_DIR=str(workspace),
+        TENSORBOARD_DIR=str(workspace / "tensorboard"),
+    )  # fmt: skip
     yield runs
     for started in runs.values():
         started.stop()
