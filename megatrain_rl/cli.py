@@ -36,11 +36,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.json:
             record.keep_in(arguments.json, append=arguments.append)
         _BENCHES[arguments.bench][0].run(arguments, record)
+        record.finish()
     except ValueError as error:
         sys.exit(f"megatrain-rl: {error}")
     finally:
         signal.signal(signal.SIGTERM, before)
-        record.finish()  # also when something failed on the way: with the lines that say what did
+        record.write()  # of a run that failed or was ended: beside the record, with the lines that say why
 
 
 if __name__ == "__main__":

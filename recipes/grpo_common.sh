@@ -15,13 +15,12 @@ fail() {
 }
 
 check_inputs() {
-  # a hub name has one slash, and no folder here begins as it does
   if [ ! -f "$MODEL_PATH/config.json" ]; then
     case $MODEL_PATH in
       /* | ./* | ../* | ~*) fail "no model at $MODEL_PATH; set MODEL_PATH to a folder with config.json or to a hub name" ;;
       */*/* | '') fail "MODEL_PATH='$MODEL_PATH' is neither a folder with config.json nor a hub name (organisation/model)" ;;
     esac
-    [ ! -e "${MODEL_PATH%%/*}" ] || fail "no model at $MODEL_PATH, and it begins as a folder here does; set MODEL_PATH to a folder with config.json or to a hub name"
+    [ ! -e "$MODEL_PATH" ] || fail "no config.json in $MODEL_PATH; set MODEL_PATH to a folder with config.json or to a hub name"
   fi
   local setting
   for setting in TRAIN_FILE VAL_FILE; do
@@ -29,6 +28,10 @@ check_inputs() {
   done
   "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("megatrain_rl", "verl", "vllm"))))' 2> /dev/null \
     || fail "$PYTHON lacks megatrain_rl, verl or vllm; pip install '.[vllm]', or set PYTHON"
+  if [ ! -f "$MODEL_PATH/config.json" ]; then
+    "$PYTHON" -c 'import sys; from transformers import AutoConfig; AutoConfig.from_pretrained(sys.argv[1])' "$MODEL_PATH" > /dev/null 2>&1 \
+      || fail "no model $MODEL_PATH, neither a folder here nor on the hub; set MODEL_PATH to a folder with config.json or to a hub name"
+  fi
 }
 
 # grpo NAME DEFAULT_MODEL SETTINGS... -- USER'S OVERRIDES...

@@ -17,6 +17,7 @@ torch.set_num_threads(1)
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     if hasattr(
         config, "workerinput"

@@ -524,11 +524,14 @@ def test_a_closed_trainer_holds_no_memory(tmp_path, device):
 def test_a_device_that_is_lost_does_not_keep_the_host(tmp_path, monkeypatch):
     """One part cannot be closed: the others are, and the error is told once."""
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
-    before = threading.active_count()
+    before = set(threading.enumerate())
     monkeypatch.setattr(Lanes, "synchronize", lambda self: raise_(RuntimeError("device lost")))
     with pytest.raises(RuntimeError, match="device lost"):
         trainer.close()
-    assert largest_tensor(trainer) < 100 and threading.active_count() == before - 2  # landings and AdamW
+    assert largest_tensor(trainer) < 100 and {t.name for t in before - set(threading.enumerate())} >= {
+        "grad-landings",
+        "host-adamw",
+    }
     trainer.close()
 
 
@@ -536,7 +539,7 @@ def test_the_error_that_ends_the_building_is_the_one_to_tell(tmp_path, monkeypat
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
     monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: raise_(ValueError("no such parameter")))
     monkeypatch.setattr(Lanes, "synchronize", lambda self: raise_(RuntimeError("device lost")))
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for build in (
         lambda: tiny.trainer(directory),
         lambda: StreamTrainer.from_config(
@@ -545,7 +548,7 @@ def test_the_error_that_ends_the_building_is_the_one_to_tell(tmp_path, monkeypat
     ):
         with pytest.raises(ValueError, match="no such parameter"):
             build()
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
 
 def test_a_reservation_that_fails_leaves_no_cap(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Record: what a benchmark prints and, with --json, leaves behind: command, place, raw lines, results.
 
-Made by the command line, filled by the benchmark, written at its end. Until then every figure is in NAME.json.partial at once: a run that
-is cut leaves what it knew, and the record that was there before.
+Made by the command line, filled by the benchmark, put in its place at the end. Until then, or if it fails, what is known is in
+NAME.json.partial, every figure at once, and the record that was there before stays.
 """
 
 import json
@@ -36,7 +36,6 @@ class Record:
     def __init__(self, argv: Sequence[str], command: str | None = None):
         self._command = command_line(argv) if command is None else command
         self._path: Path | None = None
-        self._partial: Path | None = None
         self._before: dict[str, Any] | None = None
         self.raw: list[str] = []
         self.results: list[Result] = []
@@ -49,36 +48,37 @@ class Record:
         result = Result(case=case, metric=metric, value=rounded(value), unit=unit)
         self.results.append(result)
         print(f"{case} {metric} {result.value} {unit}".rstrip(), flush=True)
-        self._write()
+        self.write()
 
     def keep_in(self, path: Path, *, append: bool = False) -> None:
-        """Where the record will be; OSError if it cannot be written there. append: to a record that is there, of the same commit and
-        machine (`check_append`); a case measured again takes the place of the old one."""
-        self._path, self._partial = path, path.with_name(f"{path.name}.partial")
-        self._partial.touch()
+        """Where the record will be. append: to a record that is there, of the same commit and machine (`check_append`); a case measured
+        again takes the place of the old one."""
         self._before = json.loads(path.read_text()) if append and path.exists() else None
-        self._write()
+        self._path = path
+        self.write()
 
     def finish(self) -> None:
         """Put the record in its place, if anything is in it."""
-        if self._path is None:
-            return
-        self._write()
-        if self.raw or self.results:
-            self._partial.replace(self._path)
-        else:
-            self._partial.unlink()
+        self.write()
+        if self._path is not None and (self.raw or self.results):
+            partial(self._path).replace(self._path)
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """What is known, beside its place."""
         if self._path is None or not (self.raw or self.results):
             return
         content = {"command": self._command, **environment(), "raw": self.raw}
         content["results"] = [vars(result) for result in self.results]
         if self._before is not None:
             content = _joined(self._before, content)
-        unfinished = self._partial.with_name(f"{self._partial.name}.tmp")
+        unfinished = partial(self._path).with_suffix(".tmp")
         unfinished.write_text(json.dumps(content, indent=1) + "\n")
-        unfinished.replace(self._partial)
+        unfinished.replace(partial(self._path))
+
+
+def partial(path: Path) -> Path:
+    """Where the record `path` is until it is whole."""
+    return path.with_name(f"{path.name}.partial")
 
 
 def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -130,3 +130,5 @@ def check_writable(path: Path | None, option: str) -> None:
         raise ValueError(f"{option} {path}: the folder {folder} does not exist")
     if folder is not None and not os.access(folder, os.W_OK):
         raise ValueError(f"{option} {path}: the folder {folder} cannot be written to")
+    if path is not None and path.exists() and not path.is_file():
+        raise ValueError(f"{option} {path}: is not a file")

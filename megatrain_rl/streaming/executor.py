@@ -97,6 +97,7 @@ class StreamExecutor:
                 self._runner.warm_up()
                 # whole until it is used; VERL empties the cache once the model is set up
                 self._reservation = DeviceReservation(device, plan.reserved_bytes)
+                undo.callback(self._reservation.close)
                 self._activations = ActivationStore(
                     self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
                 )

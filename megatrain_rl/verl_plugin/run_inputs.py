@@ -1,42 +1,68 @@
 """What a run would find out minutes after its start, or never: asked in the driver, before Ray starts. Called by preflight.py."""
 
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
 AUTO = "auto"
-_CONTEXT = "actor_rollout_ref.rollout.max_model_len"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_CONTEXT = f"{_ROLLOUT}.max_model_len"
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+_RAY_ENVIRONMENT = "ray_kwargs.ray_init.runtime_env"  # of the process that logs
 
 
 def resolve_context(config: DictConfig) -> None:
-    """`max_model_len=auto` is the longest prompt and answer together; a length set by hand must hold them, or VERL would cut the answers
-    and train on them as if they had ended."""
-    rollout, data = config.actor_rollout_ref.rollout, config.data
-    longest = data.max_prompt_length + data.max_response_length
+    """`max_model_len=auto` is the longest prompt and answer together, and no more than the model knows positions; null leaves it to VERL, all
+    positions. A length set by hand must hold them, or VERL would cut the answers and train on them as if they had ended."""
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
     if rollout.max_model_len == AUTO:
+        positions = _positions(config)
+        if positions is not None and positions < longest:
+            log.warning(
+                "%s + %s is %d, and the model has %d positions: answers to long prompts will be cut short",
+                f"{_ROLLOUT}.prompt_length", "response_length", longest, positions,
+            )  # fmt: skip
         with open_dict(rollout):
-            rollout.max_model_len = longest
-    elif rollout.max_model_len is not None and rollout.max_model_len < longest:
+            rollout.max_model_len = longest if positions is None else min(longest, positions)
+    elif rollout.max_model_len is not None and rollout.max_model_len < longest and _ours(config):
         raise ValueError(
-            f"{_CONTEXT}={rollout.max_model_len} is less than data.max_prompt_length + data.max_response_length = {longest}: answers would be "
-            f"cut short; set {_CONTEXT}={AUTO}"
+            f"{_CONTEXT}={rollout.max_model_len} is less than {_ROLLOUT}.prompt_length + response_length = {longest} (data.max_prompt_length, "
+            f"data.max_response_length): answers would be cut short; set {_CONTEXT}={AUTO}, or null for all of the model's positions"
         )
 
 
 def check_mini_batch(config: DictConfig) -> None:
-    """VERL fills a batch up to whole mini-batches with rows of padding, which then count in means over sequences."""
-    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if batch % mini:
+    """VERL fills a batch up to whole mini-batches with rows of padding, which count in means over sequences."""
+    actor = config.actor_rollout_ref.actor
+    batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    if batch % mini and str(actor.loss_agg_mode).startswith("seq-mean") and _trains(config):
         raise ValueError(
-            f"data.train_batch_size={batch} is no multiple of {_MINI_BATCH}={mini} (both in prompts): the last mini-batch of every step would "
-            f"be filled up with padding; change one of them"
+            f"data.train_batch_size={batch} is no multiple of {_MINI_BATCH}={mini} (both in prompts): the last mini-batch of a step would be "
+            f"filled up with padding, which counts in {actor.loss_agg_mode}; change one of them"
         )
+
+
+def _ours(config: DictConfig) -> bool:
+    return config.actor_rollout_ref.actor.strategy == "megatrain"
+
+
+def _trains(config: DictConfig) -> bool:
+    return _ours(config) and not (
+        config.trainer.get("val_only", False) and config.trainer.get("val_before_train", True)
+    )
 
 
 def check_loggers(config: DictConfig) -> None:
@@ -51,12 +77,16 @@ def check_loggers(config: DictConfig) -> None:
             raise ValueError(
                 f"trainer.logger has {name}, which VERL does not know; it knows {', '.join(sorted(known))}"
             )
+    if OmegaConf.select(config, f"{_RAY_ENVIRONMENT}.py_executable"):
+        return  # another interpreter logs
     for name, module in (("wandb", "wandb"), ("tracking", "wandb"), ("tensorboard", "tensorboard")):
         if name in wanted and importlib.util.find_spec(module) is None:
             raise ValueError(
                 f"trainer.logger has {name}, and {module} is not installed: pip install {module}, or leave it out"
             )
-    if {"wandb", "tracking"} & set(wanted) and _wandb_has_no_key():
+    given = OmegaConf.select(config, f"{_RAY_ENVIRONMENT}.env_vars") or {}
+    environment = os.environ | {str(name): str(value) for name, value in given.items()}
+    if {"wandb", "tracking"} & set(wanted) and _wandb_has_no_key(environment):
         raise ValueError(
             "trainer.logger has wandb, which knows no API key and cannot ask for one in a run: set WANDB_API_KEY, call `wandb login`, or "
             "set WANDB_MODE=offline"
@@ -73,13 +103,12 @@ sys.exit(0 if wandb.login(prompt=False, verify=False) else 1)
 """
 
 
-def _wandb_has_no_key() -> bool:
-    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or os.environ.get("WANDB_API_KEY"):
+def _wandb_has_no_key(environment: dict[str, str]) -> bool:
+    if environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or environment.get("WANDB_API_KEY"):
         return False
+    command = [sys.executable, "-c", _ASK_WANDB]
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASK_WANDB], capture_output=True, stdin=subprocess.DEVNULL, timeout=30
-        )
+        asked = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=60)
     except subprocess.TimeoutExpired:
         return False  # no answer is no reason to refuse a run
     return asked.returncode == 1 and b"Traceback" not in asked.stderr
@@ -87,7 +116,7 @@ def _wandb_has_no_key() -> bool:
 
 def check_disk(config: DictConfig) -> None:
     """The first checkpoint fits, as far as the model's size can be told here: VERL saves after `save_freq` steps of work."""
-    if config.trainer.save_freq <= 0 or config.actor_rollout_ref.actor.strategy != "megatrain":
+    if config.trainer.save_freq <= 0 or not _trains(config):
         return
     folder = Path(os.path.expanduser(str(config.trainer.default_local_dir))).absolute()
     if next(folder.glob("global_step_*"), None) is not None:
@@ -103,18 +132,41 @@ def check_disk(config: DictConfig) -> None:
 
 
 def checkpoint_bytes(config: DictConfig) -> int | None:
-    """Of a complete state, after the configuration of a local model; None for a model that is not here yet."""
-    model = Path(os.path.expanduser(str(config.actor_rollout_ref.model.path)))
-    if not (model / "config.json").is_file():
-        return None
-    from transformers import AutoConfig
-
+    """Of a complete state; None for a model that is not here yet."""
     from megatrain_rl.model.decoder import decoder_spec
 
+    model = _local_model(config)
     try:
-        parameters = decoder_spec(AutoConfig.from_pretrained(model)).num_parameters
+        parameters = None if model is None else decoder_spec(model).num_parameters
     except ValueError:  # a model that is not supported: told by who loads it
+        parameters = None
+    if parameters is None:
         return None
     knobs = OmegaConf.select(config, "actor_rollout_ref.actor.megatrain") or {}
     moments = 4 if knobs.get("optimizer_state_dtype", "float32") == "bfloat16" else 8
     return parameters * (4 + moments)  # weights and residual, or a weight in fp32
+
+
+def _positions(config: DictConfig) -> int | None:
+    """That a local model knows, by VERL's reckoning."""
+    from verl.workers.rollout.utils import get_max_position_embeddings
+
+    model = _local_model(config)
+    if model is None or OmegaConf.select(config, "actor_rollout_ref.model.override_config"):
+        return None
+    try:
+        return get_max_position_embeddings(model)
+    except ValueError:
+        return None
+
+
+def _local_model(config: DictConfig) -> "PretrainedConfig | None":
+    folder = Path(os.path.expanduser(str(config.actor_rollout_ref.model.path)))
+    if not (folder / "config.json").is_file():
+        return None
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError):  # told by who loads it
+        return None

@@ -242,6 +242,8 @@ def _start(config: dict[str, Any] | None) -> RunMonitor | None:
         )
     except Exception:
         log.warning("the run is not watched (megatrain/* metrics, run.jsonl); training goes on", exc_info=True)
+        if watch is not None:
+            watch.stop()
         return None
     _watching = True
     return monitor

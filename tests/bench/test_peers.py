@@ -111,10 +111,22 @@ def test_figures_of_a_worker():
     assert outcome.lines() == ["s", "a l"]
 
 
-def test_a_figure_behind_a_line_that_was_not_ended():
-    """Progress bars, for one: the worker's two outputs are one."""
-    outcome = run_worker(worker(f'print(\'50%|\', end=""); print(\'{PREFIX}\' + \'{{"case": "a", "lines": []}}\')'), 30)
-    assert list(outcome.cases) == ["a"] and outcome.last_lines == ["50%|"]
+@pytest.mark.parametrize(
+    "line, cases, last",
+    [
+        ("50%|{}", ["a"], ["50%|"]),
+        ("{}Exception ignored", ["a"], ["Exception ignored"]),
+        ("{}", ["a"], []),
+        ("noise", [], ["noise"]),
+        (PREFIX + '{"case": "a", "li', [], [PREFIX + '{"case": "a", "li']),
+    ],
+    ids=["behind", "before", "alone", "no figure", "torn"],
+)
+def test_figures_among_what_others_print(line, cases, last):
+    """The worker's two outputs are one, and not everybody ends a line."""
+    outcome = peers.Outcome()
+    peers._take(line.replace("{}", PREFIX + '{"case": "a", "lines": []}'), outcome)
+    assert list(outcome.cases) == cases and outcome.last_lines == last
 
 
 def test_an_engine_that_ends_without_its_figures_has_failed(run_bench, pretended, monkeypatch, tmp_path):
@@ -125,7 +137,7 @@ def test_an_engine_that_ends_without_its_figures_has_failed(run_bench, pretended
     )
     with pytest.raises(SystemExit, match="no complete figures of fsdp2"):
         run_bench(*WORDS)
-    assert "FAILED: ended without figures of a" in json.loads((tmp_path / "record.json").read_text())["raw"]
+    assert "FAILED: ended without figures of a" in json.loads((tmp_path / "record.json.partial").read_text())["raw"]
 
 
 def test_a_crash_is_reported_with_its_last_lines_and_keeps_what_was_measured():
@@ -230,7 +242,7 @@ def test_an_interrupted_command_leaves_what_is_known(run_bench, pretended, monke
     monkeypatch.setattr(peers, "run_worker", once_interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_bench(*WORDS)
-    written = json.loads((tmp_path / "record.json").read_text())
+    written = json.loads((tmp_path / "record.json.partial").read_text())
     ratios = {r["metric"]: r["value"] for r in written["results"] if r["metric"].startswith("vs_")}
     assert ratios == {"vs_zero3_offload": 4, "vs_fsdp2_offload": 2} and written["raw"][-1] == "== reference"
 
@@ -250,7 +262,7 @@ def test_a_terminated_command_ends_its_worker_and_leaves_what_is_known(tmp_path)
             time.sleep(1)
             process.terminate()
     assert process.wait(30) == 143
-    assert json.loads(record.read_text())["raw"][-1] == "== zero3"
+    assert json.loads((tmp_path / "record.json.partial").read_text())["raw"][-1] == "== zero3"
     time.sleep(2.5)
     assert not alive.exists()
 
@@ -260,7 +272,7 @@ def test_a_failed_engine_ends_the_command_after_the_rest(run_bench, pretended, t
     with pytest.raises(SystemExit) as stopped:
         run_bench(*WORDS)
     assert "fsdp2" in str(stopped.value.code)
-    written = json.loads((tmp_path / "record.json").read_text())
+    written = json.loads((tmp_path / "record.json.partial").read_text())
     metrics = {r["metric"] for r in written["results"]}
     assert {"tokens_per_s", "vs_zero3_offload"} <= metrics and not any("fsdp2" in metric for metric in metrics)
     failed = written["raw"].index("FAILED: exit status 1")

@@ -1,10 +1,11 @@
 """Records: fields, rounding, and a command anybody can repeat."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from megatrain_rl.bench.record import Record, check_append, check_writable, command_line, rounded
+from megatrain_rl.bench.record import Record, check_append, check_writable, command_line, partial, rounded
 
 
 def test_fields(tmp_path, capsys):
@@ -77,26 +78,29 @@ def test_append_refuses_another_commit(tmp_path, monkeypatch):
 
 def test_every_figure_is_written_at_once_and_the_old_record_stays_until_the_end(tmp_path):
     """A command that is killed leaves what it knew."""
-    path, partial = tmp_path / "a.json", tmp_path / "a.json.partial"
+    path = tmp_path / "a.json"
     path.write_text("the record before")
     record = Record(["one"])
     record.keep_in(path)
     for known in range(1, 4):
         record.result("7b", f"metric {known}", known, "s")
-        assert [r["value"] for r in json.loads(partial.read_text())["results"]] == list(range(1, known + 1))
+        assert [r["value"] for r in json.loads(partial(path).read_text())["results"]] == list(range(1, known + 1))
     assert path.read_text() == "the record before"
     record.finish()
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and len(json.loads(path.read_text())["results"]) == 3
 
 
-def test_a_command_without_a_line_leaves_no_record(tmp_path):
+def test_a_command_without_a_line_leaves_what_was_there(tmp_path):
+    partial(tmp_path / "a.json").write_text("of a command that was killed")
     record = Record(["one"])
     record.keep_in(tmp_path / "a.json")
     record.finish()
-    assert list(tmp_path.iterdir()) == []
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["of a command that was killed"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_first(tmp_path, monkeypatch):
+def test_a_place_that_cannot_be_written_to_is_told_first(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="--json /dev/null: is not a file"):
+        check_writable(Path("/dev/null"), "--json")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(ValueError, match="--json .*a.json: the folder .* cannot be written to"):
         check_writable(tmp_path / "a.json", "--json")

@@ -57,7 +57,7 @@ def asked(inputs: dict[str, str]) -> list[str]:
     [
         ({"MODEL_PATH": "/no/such/model"}, "no model at /no/such/model; set MODEL_PATH"),
         ({"MODEL_PATH": "models/a/b"}, "MODEL_PATH='models/a/b' is neither a folder"),
-        ({"MODEL_PATH": "recipes/model"}, "no model at recipes/model, and it begins as a folder here does"),
+        ({"MODEL_PATH": "recipes/records"}, "no config.json in recipes/records"),
         (
             {"TRAIN_FILE": "/no/train.parquet"},
             "no file /no/train.parquet; make it with 'python examples/prepare_gsm8k.py",
@@ -72,6 +72,15 @@ def test_missing_input_is_one_line(inputs, recipe, wrong, expected):
     [line] = done.stderr.splitlines()
     assert line.startswith(f"{recipe}: ") and expected in line
     assert not Path(inputs["OUTPUT_DIR"]).exists()
+
+
+def test_a_hub_name_that_is_none_is_told_before_anything_starts(inputs):
+    python = Path(inputs["PYTHON"])
+    python.write_text('#!/bin/sh\n[ "$#" = 2 ] && exit 0\n[ "$1" = -c ] && exit 1\ntouch "$0.started"\n')
+    done = start("run_qwen2_5_7b_grpo.sh", inputs | {"MODEL_PATH": "organisation/no-such-model"})
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and "no model organisation/no-such-model, neither a folder here nor on the hub" in line
+    assert not Path(f"{python}.started").exists()
 
 
 def test_a_folder_below_this_one_is_a_model(inputs, tmp_path):

@@ -172,13 +172,14 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
 
 
 @pytest.fixture(scope="module")
-def side_by_side(workspace):
+def side_by_side(workspace, request) -> dict[str, Run]:
     """Two runs that have nothing to do with each other, at once: most of either is one process importing after the other. The second when
     the first has its Ray: Ray gives itself 30 s to start."""
     short = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
     strategy = ["actor_rollout_ref.actor.strategy=megatrain", "actor_rollout_ref.ref.strategy=megatrain"]
     knobs = "actor_rollout_ref.actor.megatrain"
     runs = {"dp": grpo(workspace, "dp", *strategy, *short, "algorithm.rollout_correction.rollout_is=token")}
+    request.addfinalizer(runs["dp"].stop)
     runs["dp"].wait_for_ray()
     runs["bypass"] = grpo(
         workspace, "bypass", "model_engine=megatrain", f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32",
@@ -187,9 +188,8 @@ def side_by_side(workspace):
         f"trainer.default_local_dir={workspace}/ckpt-bypass", WANDB_MODE="offline", WANDB_DIR=str(workspace),
         TENSORBOARD_DIR=str(workspace / "tensorboard"),
     )  # fmt: skip
-    yield runs
-    for started in runs.values():
-        started.stop()
+    request.addfinalizer(runs["bypass"].stop)
+    return runs
 
 
 def test_strategy_alone_on_the_default_model_engine(side_by_side):

@@ -18,6 +18,9 @@ def died(class_name: str) -> ActorDiedError:
 
 def patched_with(error: Exception):
     class PPOTrainer:
+        def init(self):
+            raise error
+
         def fit(self, *args):
             raise error
 
@@ -28,15 +31,16 @@ def patched_with(error: Exception):
 
 
 def test_defect_is_still_there():
-    fit = patched.PPOTrainer.fit
-    assert fit.__wrapped__ is not None and "ActorDied" not in inspect.getsource(inspect.unwrap(fit))
+    for call in (patched.PPOTrainer.init, patched.PPOTrainer.fit):
+        assert call.__wrapped__ is not None and "ActorDied" not in inspect.getsource(inspect.unwrap(call))
 
 
 def test_the_trainer_is_named():
     trainer = patched_with(died("create_colocated_worker_cls.<locals>.WorkerDict"))
-    with pytest.raises(RuntimeError, match="the trainer's process has died.*host_budget_gb.*last checkpoint") as told:
-        trainer.fit("agent loops")
-    assert isinstance(told.value.__cause__, ActorDiedError)
+    for call in (trainer.init, lambda: trainer.fit("agent loops")):
+        with pytest.raises(RuntimeError, match="the trainer's process has died.*host RAM.*last checkpoint") as told:
+            call()
+        assert isinstance(told.value.__cause__, ActorDiedError)
 
 
 @pytest.mark.parametrize("error", [died("AgentLoopWorker"), ValueError("WorkerDict")])

@@ -1,6 +1,8 @@
 """Settings and places that would be found wanting after minutes, or never, are told before Ray starts."""
 
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 
 import pytest
@@ -38,6 +40,8 @@ def validated(*overrides: str):
     [
         ([], 1536),
         (["data.max_response_length=4096"], 4608),
+        ([f"{ROLLOUT}.response_length=100"], 612),
+        (["data.max_prompt_length=null", f"{ROLLOUT}.prompt_length=200"], 1224),
         ([f"{ROLLOUT}.max_model_len=2048"], 2048),
         ([f"{ROLLOUT}.max_model_len=null"], None),
     ],
@@ -47,22 +51,45 @@ def test_the_context_holds_prompt_and_answer(overrides, length):
 
 
 def test_a_context_that_would_cut_answers_is_refused():
-    with pytest.raises(
-        ValueError, match=r"rollout.max_model_len=1536 is less than .* = 4608.* set .*max_model_len=auto"
-    ):
+    expected = r"rollout.max_model_len=1536 is less than .* = 4608 .* set .*max_model_len=auto, or null"
+    with pytest.raises(ValueError, match=expected):
         validated(f"{ROLLOUT}.max_model_len=1536", "data.max_response_length=4096")
 
 
+def test_the_context_is_no_longer_than_the_model(tmp_path, caplog):
+    """As VERL's own default is; VERL refuses more, once vLLM starts."""
+    shape_config("tiny").save_pretrained(tmp_path)
+    positions = shape_config("tiny").max_position_embeddings
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    config = validated(model, f"data.max_response_length={positions}")
+    assert config.actor_rollout_ref.rollout.max_model_len == positions
+    assert f"is {512 + positions}, and the model has {positions} positions" in caplog.text
+    assert (
+        validated(
+            model, "data.max_prompt_length=8", "data.max_response_length=8"
+        ).actor_rollout_ref.rollout.max_model_len
+        == 16
+    )
+
+
 @pytest.mark.parametrize("batch, mini, refused", [(8, 32, True), (48, 32, True), (64, 32, False), (32, 32, False)])
-def test_batches_are_whole_mini_batches(batch, mini, refused):
-    overrides = [f"data.train_batch_size={batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]
-    if not refused:
+@pytest.mark.parametrize("loss", ["seq-mean-token-mean", "token-mean"])
+def test_means_over_sequences_are_of_whole_mini_batches(batch, mini, refused, loss):
+    """Means over tokens have none of the padding."""
+    actor = "actor_rollout_ref.actor"
+    overrides = [
+        f"data.train_batch_size={batch}",
+        f"{actor}.ppo_mini_batch_size={mini}",
+        f"{actor}.use_dynamic_bsz=true",
+    ]
+    overrides += [f"{actor}.loss_agg_mode={loss}", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true"]
+    overrides += ["actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true"]
+    if not refused or loss == "token-mean":
         validated(*overrides)
         return
-    with pytest.raises(
-        ValueError, match=f"data.train_batch_size={batch} is no multiple of .*ppo_mini_batch_size={mini}"
-    ):
+    with pytest.raises(ValueError, match=f"train_batch_size={batch} is no multiple of .*ppo_mini_batch_size={mini}"):
         validated(*overrides)
+    validated(*overrides, "trainer.val_before_train=true", "trainer.val_only=true")
 
 
 @pytest.mark.parametrize("logger", ["[console,wandbb]", "wandbb"])
@@ -80,20 +107,42 @@ def test_a_logger_that_is_not_installed_is_named(monkeypatch):
         validated("trainer.logger=[console,tensorboard]")
 
 
-def test_wandb_needs_a_key_or_to_be_offline(monkeypatch, tmp_path):
+@pytest.fixture
+def no_key(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    wandb = "trainer.logger=[console,wandb]"
-    with pytest.raises(ValueError, match="wandb, which knows no API key .*WANDB_API_KEY.*WANDB_MODE=offline"):
-        validated(wandb)
+
+
+def test_wandb_itself_is_asked_for_a_key(no_key):
+    """In a process of its own; within a minute, or no answer is no refusal."""
+    asked = subprocess.run([sys.executable, "-c", run_inputs._ASK_WANDB], capture_output=True, text=True, timeout=300)
+    assert asked.returncode == 1 and "Traceback" not in asked.stderr
+
+
+def test_wandb_needs_a_key_or_to_be_offline(no_key, monkeypatch):
+    answers = iter([1, 1, 0])
+    monkeypatch.setattr(
+        run_inputs.subprocess,
+        "run",
+        lambda command, **_: subprocess.CompletedProcess(command, next(answers), stderr=b""),
+    )
+    wandb, environment = "trainer.logger=[console,wandb]", "+ray_kwargs.ray_init.runtime_env.env_vars"
+    for logger in (wandb, "trainer.logger=tracking"):
+        with pytest.raises(ValueError, match="wandb, which knows no API key .*WANDB_API_KEY.*WANDB_MODE=offline"):
+            validated(logger)
+    validated(wandb)  # it has one
+    validated(wandb, f"{environment}.WANDB_MODE=offline")
+    validated(wandb, f"{environment}.WANDB_API_KEY=abc")
     monkeypatch.setenv("WANDB_MODE", "offline")
     validated(wandb)
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    validated(wandb)
+
+
+def test_loggers_of_another_interpreter_are_not_looked_for(monkeypatch):
+    monkeypatch.setattr(run_inputs.importlib.util, "find_spec", lambda name: None)
+    validated("trainer.logger=[tensorboard]", "ray_kwargs.ray_init.runtime_env.py_executable=/somewhere/python")
 
 
 @pytest.mark.parametrize("moments, gb", [("float32", 91.4), ("bfloat16", 60.9)])

@@ -15,6 +15,7 @@ from run_fakes import processes, ray_run, step_data
 from megatrain_rl.verl_plugin import run_monitor, run_report
 from megatrain_rl.verl_plugin.memory_watch import MemoryWatch, Point
 from megatrain_rl.verl_plugin.run_monitor import RunMonitor
+from megatrain_rl.verl_plugin.run_processes import RunProcesses
 
 
 @pytest.fixture
@@ -142,13 +143,15 @@ def test_broken_monitor_is_said_once_and_stops_nothing(tracking, tmp_path, monke
     assert not made.megatrain_monitor._watch._thread.is_alive()
 
 
-def test_folder_that_cannot_be_written_stops_nothing(tracking, tmp_path, caplog):
+def test_folder_that_cannot_be_written_stops_nothing(tracking, tmp_path, monkeypatch, caplog):
     (tmp_path / "megatrain").write_text("a file")
+    watch = MemoryWatch(RunProcesses(), None).start()
+    monkeypatch.setattr(run_monitor, "_startup", watch)
     made, logged = tracking(tmp_path)
     made.log({"train/loss": 1.0}, 1)
     made.finish()
     assert logged == [(1, {"train/loss": 1.0})]
-    assert caplog.text.count("the run is not watched") == 1
+    assert caplog.text.count("the run is not watched") == 1 and not watch._thread.is_alive()
 
 
 def test_forgotten_logger_still_leaves_the_pictures(tmp_path):

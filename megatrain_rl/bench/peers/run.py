@@ -160,18 +160,18 @@ def run_worker(command: list[str], time_limit: float) -> Outcome:
 
 
 def _take(line: str, outcome: Outcome) -> None:
-    # what others print without ending their line stands before it
-    before, prefix, content = line.partition(PREFIX)
-    if before or not prefix:
-        outcome.last_lines = [*outcome.last_lines, before][-_LAST_LINES:]
-    if not prefix:
-        return
-    content = json.loads(content)
+    # what others print without ending their line stands before or behind it
+    before, prefix, text = line.partition(PREFIX)
+    try:
+        content, end = json.JSONDecoder().raw_decode(text)
+    except json.JSONDecodeError:
+        content, before, end = {}, line, len(text)
+    outcome.last_lines = [*outcome.last_lines, *filter(None, (before, text[end:]))][-_LAST_LINES:]
     if "settings" in content:
         outcome.settings = content["settings"]
     elif "settle" in content:
         outcome.settling.append(content["settle"])
-    else:
+    elif "case" in content:
         outcome.cases[content["case"]] = content
 
 
