@@ -1,5 +1,6 @@
 """Shared fixtures. `device` runs a test on the CPU and, marked `gpu`, its twin on CUDA."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -17,19 +18,34 @@ torch.set_num_threads(1)
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config, items):
-    if hasattr(
-        config, "workerinput"
-    ):  # pytest-xdist: whole runs first and one after the other, beside files of other tests
+    if hasattr(config, "workerinput"):  # of pytest-xdist: whole runs first, so that none is left alone at the end
         items.sort(key=lambda item: "e2e" not in item.keywords)
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("e2e" if "e2e" in item.keywords else item.path.name))
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Whole runs one after the other in one worker, since two of them starting at once are more than Ray's time limits bear on two cores; the
+    other files beside them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+
+    @functools.cache
+    def is_whole_run(file: str) -> bool:
+        return "pytest.mark.e2e" in (config.rootpath / file).read_text()
+
+    class WholeRunsTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "whole runs" if is_whole_run(file) else file
+
+    return WholeRunsTogether(config, log)
 
 
 @pytest.fixture(params=["cpu", GPU])
