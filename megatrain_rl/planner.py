@@ -270,12 +270,15 @@ def usable_host_bytes() -> int:
     return available - min(_PROCESS_HOST_BYTES, available // 10)
 
 
+def state_bytes_per_parameter(config: StreamConfig) -> int:
+    """Weight, residual (of bf16 weights) and both moments: what training keeps, and what a checkpoint holds."""
+    weight = config.param_torch_dtype.itemsize
+    return weight + (2 if weight == 2 else 0) + 2 * config.optimizer_state_torch_dtype.itemsize
+
+
 def _host_bytes(spec: DecoderSpec, config: StreamConfig, train: bool, reference: bool) -> int:
     weight = config.param_torch_dtype.itemsize
-    per_parameter = weight
-    if train:
-        moments = 2 * config.optimizer_state_torch_dtype.itemsize
-        per_parameter += moments + config.grad_torch_dtype.itemsize + (2 if weight == 2 else 0)
+    per_parameter = state_bytes_per_parameter(config) + config.grad_torch_dtype.itemsize if train else weight
     total = spec.num_parameters * per_parameter
     if reference and config.reference == "pinned":
         total += spec.num_parameters * weight

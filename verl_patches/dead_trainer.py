@@ -7,33 +7,22 @@ Upstream: verl 0.9.1, trainer/ppo/v1/trainer_base.py, PPOTrainer.init and fit. N
 Remove when: the message names the trainer.
 """
 
-import functools
-from collections.abc import Callable
 from types import ModuleType
+
+from verl_patches.retelling import retold
 
 MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 _WORKER = "WorkerDict"
+_INSTEAD = (
+    "the trainer's process has died: its own error stands above, or it was killed (the kernel does that when host RAM runs out). "
+    "Start the run again to go on from the last checkpoint."
+)
 
 
 def apply(module: ModuleType) -> None:
+    from ray.exceptions import ActorDiedError
+
     trainer = module.PPOTrainer
-    trainer.init, trainer.fit = _named(trainer.init), _named(trainer.fit)
-
-
-def _named(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def named(self, *args, **kwargs):
-        from ray.exceptions import ActorDiedError
-
-        try:
-            return call(self, *args, **kwargs)
-        except ActorDiedError as error:
-            if _WORKER not in str(error):
-                raise
-            raise RuntimeError(
-                "the trainer's process has died: its own error stands above, or it was killed (the kernel does that when host RAM runs out). "
-                "Start the run again to go on from the last checkpoint."
-            ) from error
-
-    return named
+    for name in ("init", "fit"):
+        setattr(trainer, name, retold(getattr(trainer, name), ActorDiedError, told=_WORKER, instead=_INSTEAD))

@@ -7,27 +7,19 @@ Upstream: verl 0.9.1, trainer/ppo/v1/replay_buffer.py:509, ReplayBuffer.sample. 
 Remove when: the message names the failed requests.
 """
 
-import functools
 from types import ModuleType
+
+from verl_patches.retelling import retold
 
 MODULE = "verl.trainer.ppo.v1.replay_buffer"
 
 _TOLD = "no materializable trajectories"
+_INSTEAD = (
+    "every answer of this batch failed: the rollout engine has died or refuses the requests, or the reward function raises; "
+    "the first error stands above. Start the run again to go on from the last checkpoint."
+)
 
 
 def apply(module: ModuleType) -> None:
-    sample = module.ReplayBuffer.sample
-
-    @functools.wraps(sample)
-    def named(self, *args, **kwargs):
-        try:
-            return sample(self, *args, **kwargs)
-        except RuntimeError as error:
-            if _TOLD not in str(error):
-                raise
-            raise RuntimeError(
-                "every answer of this batch failed: the rollout engine has died or refuses the requests, or the reward function raises; "
-                "the first error stands above. Start the run again to go on from the last checkpoint."
-            ) from error
-
-    module.ReplayBuffer.sample = named
+    buffer = module.ReplayBuffer
+    buffer.sample = retold(buffer.sample, RuntimeError, told=_TOLD, instead=_INSTEAD)

@@ -16,6 +16,7 @@ from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.ceilings import Ceilings
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.model.decoder import DecoderSpec
+from megatrain_rl.planner import state_bytes_per_parameter
 
 _QUERY_WEIGHT = "self_attn.q_proj.weight"  # its rows are heads x head size in every family
 
@@ -78,11 +79,7 @@ def forward_traffic(spec: DecoderSpec, config: StreamConfig, tokens: int, *, swe
 def adamw_bytes_per_parameter(config: StreamConfig) -> int:
     """Read and written by one update: weight, residual and both moments each way, the gradient once. 26 with bf16 weights and fp32
     moments, 18 with bf16 moments."""
-    weight = config.param_torch_dtype.itemsize
-    residual = 2 if weight == 2 else 0
-    return (
-        2 * weight + 2 * residual + config.grad_torch_dtype.itemsize + 4 * config.optimizer_state_torch_dtype.itemsize
-    )
+    return 2 * state_bytes_per_parameter(config) + config.grad_torch_dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

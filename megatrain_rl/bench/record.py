@@ -4,6 +4,7 @@ Made by the command line, filled by the benchmark, put in its place at the end. 
 NAME.json.partial, every figure at once, and the record that was there before stays.
 """
 
+import functools
 import json
 import os
 import shlex
@@ -63,11 +64,16 @@ class Record:
         if self._path is not None and (self.raw or self.results):
             partial(self._path).replace(self._path)
 
+    @functools.cached_property
+    def _environment(self) -> dict[str, Any]:
+        """Asked once and not before there is something to write: it may take a CUDA context."""
+        return environment()
+
     def write(self) -> None:
         """What is known, beside its place."""
         if self._path is None or not (self.raw or self.results):
             return
-        content = {"command": self._command, **environment(), "raw": self.raw}
+        content = {"command": self._command, **self._environment, "raw": self.raw}
         content["results"] = [vars(result) for result in self.results]
         if self._before is not None:
             content = _joined(self._before, content)

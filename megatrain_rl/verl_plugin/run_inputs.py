@@ -9,18 +9,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
+
+from megatrain_rl.config import StreamConfig
+from megatrain_rl.verl_plugin.gpu_share import AUTO
+from megatrain_rl.verl_plugin.run_monitor import is_ours
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
-AUTO = "auto"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CONTEXT = f"{_ROLLOUT}.max_model_len"
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
-_RAY_ENVIRONMENT = "ray_kwargs.ray_init.runtime_env"  # of the process that logs
+_RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"  # of the process that logs
 
 
 def resolve_context(config: DictConfig) -> None:
@@ -35,9 +38,8 @@ def resolve_context(config: DictConfig) -> None:
                 "%s + %s is %d, and the model has %d positions: answers to long prompts will be cut short",
                 f"{_ROLLOUT}.prompt_length", "response_length", longest, positions,
             )  # fmt: skip
-        with open_dict(rollout):
-            rollout.max_model_len = longest if positions is None else min(longest, positions)
-    elif rollout.max_model_len is not None and rollout.max_model_len < longest and _ours(config):
+        rollout.max_model_len = longest if positions is None else min(longest, positions)
+    elif rollout.max_model_len is not None and rollout.max_model_len < longest and is_ours(config):
         raise ValueError(
             f"{_CONTEXT}={rollout.max_model_len} is less than {_ROLLOUT}.prompt_length + response_length = {longest} (data.max_prompt_length, "
             f"data.max_response_length): answers would be cut short; set {_CONTEXT}={AUTO}, or null for all of the model's positions"
@@ -55,12 +57,8 @@ def check_mini_batch(config: DictConfig) -> None:
         )
 
 
-def _ours(config: DictConfig) -> bool:
-    return config.actor_rollout_ref.actor.strategy == "megatrain"
-
-
 def _trains(config: DictConfig) -> bool:
-    return _ours(config) and not (
+    return is_ours(config) and not (
         config.trainer.get("val_only", False) and config.trainer.get("val_before_train", True)
     )
 
@@ -77,14 +75,14 @@ def check_loggers(config: DictConfig) -> None:
             raise ValueError(
                 f"trainer.logger has {name}, which VERL does not know; it knows {', '.join(sorted(known))}"
             )
-    if OmegaConf.select(config, f"{_RAY_ENVIRONMENT}.py_executable"):
+    if OmegaConf.select(config, f"{_RUNTIME_ENV}.py_executable"):
         return  # another interpreter logs
     for name, module in (("wandb", "wandb"), ("tracking", "wandb"), ("tensorboard", "tensorboard")):
         if name in wanted and importlib.util.find_spec(module) is None:
             raise ValueError(
                 f"trainer.logger has {name}, and {module} is not installed: pip install {module}, or leave it out"
             )
-    given = OmegaConf.select(config, f"{_RAY_ENVIRONMENT}.env_vars") or {}
+    given = OmegaConf.select(config, f"{_RUNTIME_ENV}.env_vars") or {}
     environment = os.environ | {str(name): str(value) for name, value in given.items()}
     if {"wandb", "tracking"} & set(wanted) and _wandb_has_no_key(environment):
         raise ValueError(
@@ -134,17 +132,18 @@ def check_disk(config: DictConfig) -> None:
 def checkpoint_bytes(config: DictConfig) -> int | None:
     """Of a complete state; None for a model that is not here yet."""
     from megatrain_rl.model.decoder import decoder_spec
+    from megatrain_rl.planner import state_bytes_per_parameter
 
     model = _local_model(config)
+    if model is None:
+        return None
     try:
-        parameters = None if model is None else decoder_spec(model).num_parameters
+        parameters = decoder_spec(model).num_parameters
     except ValueError:  # a model that is not supported: told by who loads it
-        parameters = None
-    if parameters is None:
         return None
     knobs = OmegaConf.select(config, "actor_rollout_ref.actor.megatrain") or {}
-    moments = 4 if knobs.get("optimizer_state_dtype", "float32") == "bfloat16" else 8
-    return parameters * (4 + moments)  # weights and residual, or a weight in fp32
+    dtypes = {name: knobs[name] for name in ("param_dtype", "optimizer_state_dtype") if name in knobs}
+    return parameters * state_bytes_per_parameter(StreamConfig(**dtypes))
 
 
 def _positions(config: DictConfig) -> int | None:

@@ -1,6 +1,7 @@
 """Stand-ins for /proc and NVML: a run under Ray whose processes, GPUs and errors are as a test wants them."""
 
 import os
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,3 +83,15 @@ def step_data(step: int, *, waited: float) -> dict:
         "actor/weight_sync_wait_s/max": waited / 2,
         **{f"timing_s/{name}": seconds for name, seconds in timing.items()},
     }
+
+
+def patched(patch: types.ModuleType, owner: str, *methods: str, error: Exception):
+    """An object of the class that `patch` changes, after it has; its methods raise `error`."""
+
+    def raises(self, *args, **kwargs):
+        raise error
+
+    module = types.ModuleType(patch.MODULE)
+    setattr(module, owner, type(owner, (), dict.fromkeys(methods, raises)))
+    patch.apply(module)
+    return getattr(module, owner)()

@@ -4,6 +4,7 @@ import inspect
 import types
 
 import pytest
+import run_fakes
 import verl.trainer.ppo.v1.trainer_base as patched
 from ray.exceptions import ActorDiedError
 
@@ -17,17 +18,7 @@ def died(class_name: str) -> ActorDiedError:
 
 
 def patched_with(error: Exception):
-    class PPOTrainer:
-        def init(self):
-            raise error
-
-        def fit(self, *args):
-            raise error
-
-    module = types.ModuleType(dead_trainer.MODULE)
-    module.PPOTrainer = PPOTrainer
-    dead_trainer.apply(module)
-    return module.PPOTrainer()
+    return run_fakes.patched(dead_trainer, "PPOTrainer", "init", "fit", error=error)
 
 
 def test_defect_is_still_there():

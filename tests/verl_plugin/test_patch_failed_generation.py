@@ -4,20 +4,14 @@ import inspect
 import types
 
 import pytest
+import run_fakes
 import verl.trainer.ppo.v1.replay_buffer as patched
 
 from verl_patches import failed_generation
 
 
 def patched_with(error: Exception):
-    class ReplayBuffer:
-        def sample(self, *args, **kwargs):
-            raise error
-
-    module = types.ModuleType(failed_generation.MODULE)
-    module.ReplayBuffer = ReplayBuffer
-    failed_generation.apply(module)
-    return module.ReplayBuffer()
+    return run_fakes.patched(failed_generation, "ReplayBuffer", "sample", error=error)
 
 
 def test_defect_is_still_there():
