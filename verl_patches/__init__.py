@@ -1,4 +1,4 @@
-"""Patches of VERL, one file per upstream limit; each says its symptom, cause, upstream place and when to remove it.
+"""Patches of VERL, one file per upstream limit; each says its symptom, cause, upstream place and when to remove it. retelling.py: what two share.
 
 A patch wraps and never copies a body. All are for the VERL versions in GATE and do nothing outside. A patched name that
 is missing inside the gate raises. Called by megatrain_rl.verl_plugin.register.
