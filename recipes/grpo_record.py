@@ -16,7 +16,7 @@ from pathlib import Path
 import run_record
 
 from megatrain_rl.bench.record import Record
-from megatrain_rl.verl_plugin import run_report
+from megatrain_rl.watch import report
 
 _SYNC = "update_weights without the wait"
 # metric of the record: VERL's or the monitor's name, unit
@@ -27,7 +27,7 @@ METRICS = {
     "reference_s": ("timing_s/ref", "s"),
     "update_s": ("timing_s/update_actor", "s"),
     "update_weights_s": ("timing_s/update_weights", "s"),
-    "optimizer_wait_s": (run_report.OPTIMIZER_WAIT, "s"),
+    "optimizer_wait_s": (report.OPTIMIZER_WAIT, "s"),
     "weight_sync_s": (_SYNC, "s"),
     "tokens_per_s": ("perf/throughput", "1/s"),
     "prob_gap_mean": ("training/rollout_probs_diff_mean", ""),
@@ -52,7 +52,7 @@ def read_steps(folder: Path) -> dict[int, dict[str, float]]:
             entry = json.loads(line)
             run.setdefault(entry["step"], {}).update(entry["data"])
         for step, data in run.items():
-            waited = run.get(step + 1, {}).get(run_report.SYNC_WAIT)
+            waited = run.get(step + 1, {}).get(report.SYNC_WAIT)
             if waited is not None and "timing_s/update_weights" in data:
                 data[_SYNC] = data["timing_s/update_weights"] - waited
         steps |= run
@@ -78,11 +78,11 @@ def fill(record: Record, case: str, folder: Path, skip: int) -> None:
         values = [data[key] for data in steady if key in data]
         if values:
             record.result(case, name, statistics.median(values), unit)
-    phases = run_report.startup_s(folder / "megatrain")
+    phases = report.startup_s(folder / "megatrain")
     if phases:
         record.say(f"{case} start-up: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items()))
         record.result(case, "startup_s", sum(phases.values()), "s")
-    lines = run_report.read(folder / "megatrain")
+    lines = report.read(folder / "megatrain")
     for name, column in PEAKS.items():
         peak = peak_gib(lines, column)
         if peak is not None:

@@ -11,7 +11,7 @@ import traceback
 from types import ModuleType
 
 from megatrain_rl.verl_plugin import hydra_groups
-from megatrain_rl.verl_plugin.post_import import on_import
+from verl_patches.post_import import on_import
 
 _EMBEDDED_ADAPTER = "megatrain_rl.rollout.embedded.EmbeddedServerAdapter"
 
@@ -45,7 +45,7 @@ def _register_cpu_platform(_: ModuleType) -> None:
 
 
 def _register_engine(_: ModuleType) -> None:
-    import megatrain_rl.verl_plugin.engine  # noqa: F401  (its decorator registers)
+    import megatrain_rl.verl_plugin.engine.engine  # noqa: F401  (its decorator registers)
 
 
 def _register_rollout_adapter(module: ModuleType) -> None:

@@ -111,7 +111,7 @@ def test_settings_compose_and_fit_the_card(inputs, recipe, monkeypatch):
     from megatrain_rl.config import AdamWConfig, StreamConfig
     from megatrain_rl.model.decoder import decoder_spec
     from megatrain_rl.planner import make_plan
-    from megatrain_rl.verl_plugin import gpu_share
+    from megatrain_rl.verl_plugin.driver import gpu_share
 
     shape, card, weights = RUNS[recipe]
     monkeypatch.setattr(gpu_share, "visible_card", lambda: gpu_share.Card(total_bytes=card, free_bytes=card - GB // 2))

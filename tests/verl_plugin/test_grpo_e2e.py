@@ -17,7 +17,7 @@ import pytest
 from verl_cases import save_tiny_model
 
 from megatrain_rl.config import StreamConfig
-from megatrain_rl.verl_plugin import run_report
+from megatrain_rl.watch import report
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -159,9 +159,9 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
     record = (workspace / f"ckpt-{device}" / "megatrain" / "run.jsonl").read_text().splitlines()
     # both runs: a start, their steps, and what came after the last
     assert [json.loads(line).get("step", "start") for line in record] == ["start", 1, 2, None, "start", 3, None]
-    first_look = run_report.read(workspace / f"ckpt-{device}" / "megatrain")[0]["memory"]["time"][0]
-    assert first_look < run_report.start(workspace / f"ckpt-{device}" / "megatrain") - 1, "the start-up is in it"
-    startup_s = run_report.startup_s(workspace / f"ckpt-{device}" / "megatrain")
+    first_look = report.read(workspace / f"ckpt-{device}" / "megatrain")[0]["memory"]["time"][0]
+    assert first_look < report.start(workspace / f"ckpt-{device}" / "megatrain") - 1, "the start-up is in it"
+    startup_s = report.startup_s(workspace / f"ckpt-{device}" / "megatrain")
     assert "rollout engine" in startup_s and 1 < sum(startup_s.values()) < 900
     assert abs(steps[1]["actor/kl_loss"]) < 1e-6
     assert steps[2]["actor/kl_loss"] > 1e-4 and steps[3]["actor/kl_loss"] > 1e-4

@@ -228,7 +228,7 @@ def test_fsdp_configs_are_checked_by_the_engine(tiny_model):
     """On model_engine=dp the engine gets FSDP's configs; what they ask for beyond ours is refused."""
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
-    from megatrain_rl.verl_plugin.preflight import check_engine
+    from megatrain_rl.verl_plugin.supported import check_engine
 
     model = HFModelConfig(path=tiny_model)
     good = {

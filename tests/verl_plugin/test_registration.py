@@ -40,7 +40,7 @@ def module_on_disk(tmp_path, monkeypatch):
 
 
 def test_hooks_run_after_import_and_at_once_if_imported(module_on_disk):
-    from megatrain_rl.verl_plugin.post_import import on_import
+    from verl_patches.post_import import on_import
 
     seen = []
     on_import(module_on_disk, lambda m: seen.append(("first", m.VALUE)))
@@ -53,7 +53,7 @@ def test_hooks_run_after_import_and_at_once_if_imported(module_on_disk):
 
 
 def test_failing_hook_fails_the_import(module_on_disk):
-    from megatrain_rl.verl_plugin.post_import import on_import
+    from verl_patches.post_import import on_import
 
     def fail(_):
         raise RuntimeError("engine could not be registered")

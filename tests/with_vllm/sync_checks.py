@@ -23,7 +23,7 @@ from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.objectives import NegativeLogLikelihood
 from megatrain_rl.trainer import StreamTrainer
-from megatrain_rl.verl_plugin.weight_sync import stream_weights
+from megatrain_rl.verl_plugin.engine.weight_sync import stream_weights
 
 sys.path.append(str(Path(__file__).parents[1]))
 import tiny  # noqa: E402

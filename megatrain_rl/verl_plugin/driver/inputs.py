@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from megatrain_rl.config import StreamConfig
-from megatrain_rl.verl_plugin.gpu_share import AUTO
-from megatrain_rl.verl_plugin.run_monitor import is_ours
+from megatrain_rl.verl_plugin.driver.gpu_share import AUTO
+from megatrain_rl.watch.monitor import is_ours
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,9 +13,9 @@ import torch
 from run_fakes import processes, ray_run, step_data
 
 from megatrain_rl.verl_plugin import run_monitor, run_report
-from megatrain_rl.verl_plugin.memory_watch import MemoryWatch, Point
-from megatrain_rl.verl_plugin.run_monitor import RunMonitor
-from megatrain_rl.verl_plugin.run_processes import RunProcesses
+from megatrain_rl.watch.memory import MemoryWatch, Point
+from megatrain_rl.watch.monitor import RunMonitor
+from megatrain_rl.watch.processes import RunProcesses
 
 
 @pytest.fixture

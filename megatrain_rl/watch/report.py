@@ -4,9 +4,9 @@ A line per start, {"start": Unix seconds, "startup_s": seconds by phase}, and on
 (ours), "memory": {"time": [...], column in GiB: [[least, most], ...]}}. Lines are complete when they are written, so a killed run
 leaves those of its steps; a resumed run appends, and the pictures show the last start:
 
-    python -m megatrain_rl.verl_plugin.run_report FOLDER
+    python -m megatrain_rl.watch.report FOLDER
 
-draws them again. Needs matplotlib for the pictures only. Used by run_monitor.py.
+draws them again. Needs matplotlib for the pictures only. Used by monitor.py.
 """
 
 import json
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain_rl.verl_plugin.memory_watch import Point
+from megatrain_rl.watch.memory import Point
 
 GIB = 2**30
 OPTIMIZER_WAIT = "megatrain/optimizer_wait_s"

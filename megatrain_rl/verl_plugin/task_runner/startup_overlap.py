@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable
 from types import ModuleType
 
-from megatrain_rl.verl_plugin.run_monitor import is_ours
-from megatrain_rl.verl_plugin.startup_times import STARTED_VARIABLE, call_when
+from megatrain_rl.watch.monitor import is_ours
+from megatrain_rl.verl_plugin.task_runner.startup_times import STARTED_VARIABLE, call_when
 
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 

@@ -23,10 +23,11 @@ from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.trainer import StreamTrainer
-from megatrain_rl.verl_plugin import batch, checkpoint, loading, preflight, process_group
+from megatrain_rl.verl_plugin import supported
+from megatrain_rl.verl_plugin.engine import batch, checkpoint, loading, process_group
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER, MegaTrainEngineConfig, adamw_config, lr_schedule
-from megatrain_rl.verl_plugin.loss import LossFunction, VerlObjective, predict_mask
-from megatrain_rl.verl_plugin.weight_sync import stream_weights
+from megatrain_rl.verl_plugin.engine.loss import LossFunction, VerlObjective, predict_mask
+from megatrain_rl.verl_plugin.engine.weight_sync import stream_weights
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class MegaTrainEngine(BaseEngine):
         self._skipped_steps = 0
         self._step_follows = False
         self._weights = "policy"
-        preflight.check_engine(
+        supported.check_engine(
             model=model_config,
             engine=engine_config,
             optim=self.optimizer_config,

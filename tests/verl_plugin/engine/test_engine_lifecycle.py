@@ -6,8 +6,8 @@ import pytest
 import torch
 from verl_cases import assert_same_weights, make_engine, optimizer_config, policy_loss, rl_rows, v1_batch, weights
 
-from megatrain_rl.verl_plugin import checkpoint
-from megatrain_rl.verl_plugin.weight_sync import stream_weights
+from megatrain_rl.verl_plugin.engine import checkpoint
+from megatrain_rl.verl_plugin.engine.weight_sync import stream_weights
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -196,7 +196,7 @@ def test_budget_must_hold_the_weight_transfer_too(tiny_model, monkeypatch):
     """The bucket of VERL's weight transfer is allocated inside the budget."""
     engine = make_engine(tiny_model, sync_bucket_megabytes=2048)
     trainer = engine.trainer
-    monkeypatch.setattr("megatrain_rl.verl_plugin.engine.get_device_name", lambda: "cuda")
+    monkeypatch.setattr("megatrain_rl.verl_plugin.engine.engine.get_device_name", lambda: "cuda")
     engine._check_bucket_fits(trainer)
     cap = trainer.plan.idle_bytes + (1 << 30)
     monkeypatch.setattr(trainer, "plan", dataclasses.replace(trainer.plan, gpu_cap_bytes=cap))

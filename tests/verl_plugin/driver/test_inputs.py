@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import validate_config
 
 from megatrain_rl.bench.shapes import shape_config
-from megatrain_rl.verl_plugin import run_inputs
+from megatrain_rl.verl_plugin.driver import inputs
 
 ROLLOUT = "actor_rollout_ref.rollout"
 Usage = namedtuple("Usage", "total used free")
@@ -99,9 +99,9 @@ def test_an_unknown_logger_is_named(logger):
 
 
 def test_a_logger_that_is_not_installed_is_named(monkeypatch):
-    find = run_inputs.importlib.util.find_spec
+    find = inputs.importlib.util.find_spec
     monkeypatch.setattr(
-        run_inputs.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name)
+        inputs.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name)
     )
     with pytest.raises(ValueError, match="has tensorboard, and tensorboard is not installed: pip install tensorboard"):
         validated("trainer.logger=[console,tensorboard]")
@@ -118,14 +118,14 @@ def no_key(monkeypatch, tmp_path):
 
 def test_wandb_itself_is_asked_for_a_key(no_key):
     """In a process of its own; within a minute, or no answer is no refusal."""
-    asked = subprocess.run([sys.executable, "-c", run_inputs._ASK_WANDB], capture_output=True, text=True, timeout=300)
+    asked = subprocess.run([sys.executable, "-c", inputs._ASK_WANDB], capture_output=True, text=True, timeout=300)
     assert asked.returncode == 1 and "Traceback" not in asked.stderr
 
 
 def test_wandb_needs_a_key_or_to_be_offline(no_key, monkeypatch):
     answers = iter([1, 1, 0])
     monkeypatch.setattr(
-        run_inputs.subprocess,
+        inputs.subprocess,
         "run",
         lambda command, **_: subprocess.CompletedProcess(command, next(answers), stderr=b""),
     )
@@ -141,7 +141,7 @@ def test_wandb_needs_a_key_or_to_be_offline(no_key, monkeypatch):
 
 
 def test_loggers_of_another_interpreter_are_not_looked_for(monkeypatch):
-    monkeypatch.setattr(run_inputs.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
     validated("trainer.logger=[tensorboard]", "ray_kwargs.ray_init.runtime_env.py_executable=/somewhere/python")
 
 
@@ -169,4 +169,4 @@ def test_a_disk_too_small_for_a_checkpoint_is_refused(monkeypatch, tmp_path, mom
 
 
 def test_a_model_that_is_not_here_yet_has_no_size():
-    assert run_inputs.checkpoint_bytes(composed("actor_rollout_ref.model.path=organisation/model")) is None
+    assert inputs.checkpoint_bytes(composed("actor_rollout_ref.model.path=organisation/model")) is None

@@ -7,7 +7,7 @@ import sys
 import pytest
 from run_fakes import ENGINE, PAGE, RAYLET, RUNNER, SERVER, WORKER, processes, ray_run
 
-from megatrain_rl.verl_plugin.run_processes import RunProcesses
+from megatrain_rl.watch.processes import RunProcesses
 
 
 @pytest.fixture

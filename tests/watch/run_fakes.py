@@ -5,7 +5,7 @@ import types
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatrain_rl.verl_plugin.run_processes import RunProcesses
+from megatrain_rl.watch.processes import RunProcesses
 
 GIB = 2**30
 PAGE = os.sysconf("SC_PAGE_SIZE")

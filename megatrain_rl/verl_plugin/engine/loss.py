@@ -16,7 +16,7 @@ from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.objectives import ObjectiveOutput, TokenStats
-from megatrain_rl.verl_plugin import batch
+from megatrain_rl.verl_plugin.engine import batch
 
 LossFunction = Callable[..., tuple[Tensor, dict]]
 

@@ -6,8 +6,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import open_dict
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from megatrain_rl.verl_plugin import gpu_share
-from megatrain_rl.verl_plugin.gpu_share import Card, resolve, visible_card
+from megatrain_rl.verl_plugin.driver import gpu_share
+from megatrain_rl.verl_plugin.driver.gpu_share import Card, resolve, visible_card
 
 GIB = 2**30
 H100 = Card(total_bytes=80 * GIB, free_bytes=79 * GIB)

@@ -7,8 +7,8 @@ import pytest
 from run_fakes import ENGINE, GIB, PAGE, SERVER, STRANGER, WORKER, FakeNvml, FakeProc, processes, ray_run
 
 from megatrain_rl.profiling import GpuProcesses
-from megatrain_rl.verl_plugin import run_monitor
-from megatrain_rl.verl_plugin.memory_watch import MemoryWatch, PeakSeries, open_gpus
+from megatrain_rl.watch import monitor
+from megatrain_rl.watch.memory import MemoryWatch, PeakSeries, open_gpus
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_gpu_memory_by_role_on_the_gpus_of_the_run(proc):
     nvml.gpus[0] = {WORKER: 2 * GIB, ENGINE: 7 * GIB, SERVER: None}
     [*points] = watched.take()
     assert [p.high["both_gpu"] / GIB for p in points] == [11, 9]
-    gib = run_monitor.peaks_gib(points)
+    gib = monitor.peaks_gib(points)
     assert gib["megatrain/trainer_gpu_peak_gib"] == 8 and gib["megatrain/engine_gpu_peak_gib"] == 7
     assert gib["megatrain/both_gpu_peak_gib"] == 11 and gib["megatrain/device_gpu_peak_gib"] == 17
     assert gib["megatrain/trainer_rss_peak_gib"] == 1000 * PAGE / GIB
@@ -39,7 +39,7 @@ def test_gpu_memory_by_role_on_the_gpus_of_the_run(proc):
 def test_process_ids_of_another_namespace_are_said_once(proc, caplog):
     watched, _ = watch(proc, {70000: 8 * GIB})
     for _ in range(2):
-        assert run_monitor.peaks_gib(watched.take()).keys() == {
+        assert monitor.peaks_gib(watched.take()).keys() == {
             "megatrain/trainer_rss_peak_gib", "megatrain/run_rss_peak_gib",
         }  # fmt: skip
     assert caplog.text.count("no GPU memory in the figures") == 1

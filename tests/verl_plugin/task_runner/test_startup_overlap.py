@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from megatrain_rl.verl_plugin import startup_overlap
-from megatrain_rl.verl_plugin.startup_times import STARTED_VARIABLE
+from megatrain_rl.verl_plugin.task_runner.startup_times import STARTED_VARIABLE
 
 
 def config(strategy: str = "megatrain", rollout: str = "vllm"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from run_fakes import GIB, step_data
 
-from megatrain_rl.verl_plugin import run_report
-from megatrain_rl.verl_plugin.memory_watch import Point
+from megatrain_rl.watch import report
+from megatrain_rl.watch.memory import Point
 
 # Of matplotlib, in its order
 COLOURS = [(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40), (148, 103, 189), (140, 86, 75)]
@@ -24,13 +24,13 @@ def points(n: int, *, gpu: bool = True, begin: float = 1000.0) -> list[Point]:
 
 
 def write_run(folder: Path, *, steps: int = 4, gpu: bool = True) -> None:
-    file = run_report.RunFile(folder)
+    file = report.RunFile(folder)
     for step in range(1, steps + 1):
         stages = {k.removeprefix("timing_s/"): v for k, v in step_data(step, waited=0).items() if "timing_s" in k}
         file.write(
             step=step,
             stages_s=stages,
-            metrics={run_report.OPTIMIZER_WAIT: 0.1 * step},
+            metrics={report.OPTIMIZER_WAIT: 0.1 * step},
             memory=points(10, gpu=gpu, begin=1000.0 + 10 * step),
         )
     file.close()
@@ -49,7 +49,7 @@ def colours(path: Path) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("steps", [1, 4, 1000])
 def test_pictures_are_drawn(tmp_path, steps, gpu):
     write_run(tmp_path, steps=steps, gpu=gpu)
-    memory, stages = run_report.draw(tmp_path)
+    memory, stages = report.draw(tmp_path)
     assert (memory.name, stages.name) == ("memory.png", "stages.png")
     drawn = colours(memory)
     for colour in COLOURS[: 4 if gpu else 2]:
@@ -60,15 +60,15 @@ def test_pictures_are_drawn(tmp_path, steps, gpu):
 
 
 def test_nothing_seen_is_no_picture(tmp_path):
-    run_report.RunFile(tmp_path).close()
-    assert run_report.draw(tmp_path) == []
+    report.RunFile(tmp_path).close()
+    assert report.draw(tmp_path) == []
 
 
 def test_thinned_picture_keeps_the_peak():
     rows = [{"time": 5.0 + i, "a": [1.0, 2.0 + 97 * (i == 7777)]} for i in range(10_000)]
     rows.insert(3, {"time": 8.5})
-    seconds, low, high = run_report._thinned(rows, "a", rows[0]["time"])
-    assert len(seconds) <= run_report._MEMORY_POINTS and seconds[0] == 0.0
+    seconds, low, high = report._thinned(rows, "a", rows[0]["time"])
+    assert len(seconds) <= report._MEMORY_POINTS and seconds[0] == 0.0
     assert max(high) == 99.0 and set(low) == {1.0}
 
 
@@ -77,26 +77,26 @@ def test_a_killed_and_resumed_run(tmp_path):
     write_run(tmp_path, steps=3)
     with (tmp_path / "run.jsonl").open("a") as file:
         file.write('{"step": 4, "ti')
-    assert [line["step"] for line in run_report.read(tmp_path)] == [1, 2, 3]
+    assert [line["step"] for line in report.read(tmp_path)] == [1, 2, 3]
     with (tmp_path / "run.jsonl").open("a") as file:
         file.write("\n")
     write_run(tmp_path, steps=2)
-    assert [line["step"] for line in run_report.read(tmp_path)] == [1, 2]
+    assert [line["step"] for line in report.read(tmp_path)] == [1, 2]
     assert (tmp_path / "run.jsonl").read_text().count('"stages_s"') == 5
 
 
 def test_startup_of_the_last_start(tmp_path):
     for phases in ({"Ray": 60.0}, {"Ray": 50.0, "rollout engine": 90.0}):
-        run_report.RunFile(tmp_path, phases).close()
-        assert run_report.startup_s(tmp_path) == phases
+        report.RunFile(tmp_path, phases).close()
+        assert report.startup_s(tmp_path) == phases
     write_run(tmp_path)
-    assert run_report.startup_s(tmp_path) == {}
+    assert report.startup_s(tmp_path) == {}
 
 
 def test_missing_columns_are_null(tmp_path):
-    file = run_report.RunFile(tmp_path)
+    file = report.RunFile(tmp_path)
     file.write(step=1, stages_s={}, metrics={}, memory=points(1) + points(1, gpu=False, begin=1001.0))
     file.close()
-    [line] = run_report.read(tmp_path)
+    [line] = report.read(tmp_path)
     assert line["memory"]["trainer_gpu_gib"] == [[2.0, 2.0], None]
-    assert run_report.draw(tmp_path) == [tmp_path / "memory.png"]
+    assert report.draw(tmp_path) == [tmp_path / "memory.png"]

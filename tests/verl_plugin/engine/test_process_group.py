@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import verl_cases
 
-from megatrain_rl.verl_plugin import process_group
+from megatrain_rl.verl_plugin.engine import process_group
 
 
 @pytest.fixture

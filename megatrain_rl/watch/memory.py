@@ -1,7 +1,7 @@
 """Memory of a run over time: GPU by NVML ten times a second, host by the kernel once a second, on a thread of this process.
 
 Columns, in bytes: `trainer_gpu`, `engine_gpu`, `both_gpu` (their sum at one moment), `device_gpu` (all that is in use on the GPUs that the
-run is on), `trainer_rss`, `run_rss`. Without NVML, or where it shows no process of the run, there are no GPU columns. Used by run_monitor.py.
+run is on), `trainer_rss`, `run_rss`. Without NVML, or where it shows no process of the run, there are no GPU columns. Used by monitor.py.
 """
 
 import logging
@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from megatrain_rl.profiling import SAMPLE_SECONDS, GpuProcesses
-from megatrain_rl.verl_plugin.run_processes import RunProcesses
+from megatrain_rl.watch.processes import RunProcesses
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import verl_cases
 
 from megatrain_rl import trainer as trainer_module
 from megatrain_rl.trainer import StreamTrainer
-from megatrain_rl.verl_plugin import loading
-from megatrain_rl.verl_plugin.engine import MegaTrainEngine
+from megatrain_rl.verl_plugin.engine import loading
+from megatrain_rl.verl_plugin.engine.engine import MegaTrainEngine
 
 
 @pytest.fixture

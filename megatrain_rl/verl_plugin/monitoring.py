@@ -1,0 +1,111 @@
+"""VERL's logger gets what VERL does not measure, and the run its record: a RunMonitor behind VERL's `Tracking`.
+
+`attach` is called in the process that logs: by our trainer in RL (task_runner/trainer.py), by a patch in SFT and in VERL's older trainer
+(verl_patches/tracking_monitor.py). The folder is `trainer.default_local_dir`/megatrain. Invariant: nothing here stops a training.
+
+Seconds of stages are VERL's timing_s/*, tokens/s without padding its perf/throughput; neither is repeated under another name.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain_rl.config import StreamConfig
+from megatrain_rl.watch import report
+from megatrain_rl.watch.memory import MemoryWatch, open_gpus
+from megatrain_rl.watch.monitor import RunMonitor
+from megatrain_rl.watch.processes import RunProcesses
+
+log = logging.getLogger(__name__)
+
+FOLDER = "megatrain"
+# What the engine reports, seconds since the start, of several mini-batches the last (engine/engine.py); and what becomes of it
+_WAITED = {
+    "actor/optimizer_wait_s/max": report.OPTIMIZER_WAIT,
+    "actor/weight_sync_wait_s/max": report.SYNC_WAIT,
+}
+# One of these marks what is logged of a training step, in RL and in SFT; validation is logged by itself too
+_STEP_KEYS = ("training/global_step", "train/loss")
+
+
+class StepLog:
+    """What VERL logs of a step, in a RunMonitor's words, and back."""
+
+    def __init__(self, monitor: RunMonitor):
+        self._monitor = monitor
+        self._waited_s = dict.fromkeys(_WAITED, 0.0)
+
+    def add(self, data: dict[str, Any], step: int) -> dict[str, Any]:
+        """What to log instead of `data`: the same and ours. As given after an error."""
+        try:
+            waits_s = {}
+            for reported, name in _WAITED.items():
+                if reported in data:
+                    waited_s = float(data[reported])
+                    waits_s[name] = waited_s - self._waited_s[reported]
+                    self._waited_s[reported] = waited_s
+            stages_s = {key.removeprefix("timing_s/"): float(data[key]) for key in data if key.startswith("timing_s/")}
+        except Exception:
+            self._monitor.give_up()
+            return data
+        trains = any(key in data for key in _STEP_KEYS)
+        ours = self._monitor.observe(step, trains=trains, stages_s=stages_s, metrics=waits_s)
+        if ours is None:
+            return data
+        return {key: value for key, value in data.items() if key not in _WAITED} | ours
+
+    def close(self) -> None:
+        self._monitor.close()
+
+
+def watch_memory() -> MemoryWatch:
+    """Sampling of this run's memory, begun."""
+    return MemoryWatch(RunProcesses(), open_gpus()).start()
+
+
+def attach(
+    tracking: Any,
+    config: Mapping[str, Any],
+    *,
+    watch: MemoryWatch | None = None,
+    startup_s: dict[str, float] | None = None,
+) -> bool:
+    """Have `tracking`, a logger of VERL's, watched; whether it is. config: VERL's, with every value resolved. watch: goes on sampling;
+    None: sampling begins here."""
+    try:
+        monitor = RunMonitor(
+            Path(config["trainer"]["default_local_dir"]) / FOLDER,
+            watch or watch_memory(),
+            gpu_budget_gb=gpu_budget_gb(config),
+            startup_s=startup_s,
+        )
+    except Exception:
+        log.warning("the run is not watched (megatrain/* metrics, run.jsonl); training goes on", exc_info=True)
+        if watch is not None:
+            watch.stop()
+        return False
+    # a class of its own and not attributes of the object, which would be a circle: VERL's logger finishes when it is collected
+    tracking.step_log = StepLog(monitor)
+    tracking.__class__ = _watched(type(tracking))
+    return True
+
+
+def _watched(tracking: type) -> type:
+    class WatchedTracking(tracking):
+        def log(self, data, step, *args, **kwargs):
+            super().log(self.step_log.add(data, step), step, *args, **kwargs)
+
+        def finish(self, *args, **kwargs):
+            self.step_log.close()
+            super().finish(*args, **kwargs)
+
+    return WatchedTracking
+
+
+def gpu_budget_gb(config: Mapping[str, Any]) -> float:
+    """What is in force in a run of ours; one whose config lacks the setting (model_engine=dp) has the default."""
+    actor = (config.get("actor_rollout_ref") or {}).get("actor") or {}
+    engine = config.get("engine") or {}
+    default = StreamConfig().gpu_budget_gb
+    return float((actor.get("megatrain") or {}).get("gpu_budget_gb", engine.get("gpu_budget_gb", default)))

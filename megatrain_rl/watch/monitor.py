@@ -1,0 +1,111 @@
+"""RunMonitor: what each step of a run used, and a record with pictures at its end.
+
+Knows no trainer: who logs the steps hands over their number, the seconds of their stages and metrics of its own, and gets back what to log
+beside them. Invariant: nothing here stops a training; the first error is told once and ends the watching.
+"""
+
+import atexit
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatrain_rl.watch import report
+from megatrain_rl.watch.memory import MemoryWatch, Point
+
+log = logging.getLogger(__name__)
+
+
+class RunMonitor:
+    """One run. `observe` once per step, `close` at the end, also of a failed run.
+
+    folder: of the record. watch: samples memory; started here if it is not yet. gpu_budget_gb: a trainer that holds more (GB, 1e9 bytes) is
+    told once. startup_s: seconds of each phase before the first step, for the record.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        watch: MemoryWatch,
+        *,
+        gpu_budget_gb: float | None = None,
+        startup_s: dict[str, float] | None = None,
+    ):
+        self._folder = folder
+        self._gpu_budget_gb = gpu_budget_gb
+        self._file = report.RunFile(folder, startup_s)
+        self._watch = watch.start()
+        self._pid = os.getpid()
+        self._done = False
+        atexit.register(self.close)  # where nobody closes it
+
+    def observe(
+        self, step: int, *, trains: bool, stages_s: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> dict[str, float] | None:
+        """`metrics` and, of a training step, the memory peaks since the last call: what to log. None once the watching has ended."""
+        if self._done:
+            return None
+        try:
+            points = self._watch.take()
+            ours = dict(metrics)
+            if trains:
+                ours = peaks_gib(points) | ours
+                self._hold_against_budget(ours.get("megatrain/trainer_gpu_peak_gib", 0.0))
+            self._file.write(step=step, stages_s=dict(stages_s), metrics=ours, memory=points)
+        except Exception:
+            self.give_up()
+            return None
+        return ours
+
+    def give_up(self) -> None:
+        """End the watching after an error, which is told; the training goes on."""
+        self._done = True
+        atexit.unregister(self.close)
+        self._watch.stop()
+        log.warning("the run is no longer watched (megatrain/* metrics, run.jsonl); training goes on", exc_info=True)
+
+    def close(self) -> None:
+        """Write what was seen after the last step and draw. A second call does nothing, nor does one in a forked child."""
+        if self._done or os.getpid() != self._pid:
+            return
+        self._done = True
+        atexit.unregister(self.close)
+        try:
+            self._watch.stop()
+            self._file.write(step=None, stages_s={}, metrics={}, memory=self._watch.take())
+            self._file.close()
+            self._draw()
+        except Exception:
+            self.give_up()
+
+    def _hold_against_budget(self, peak_gib: float) -> None:
+        budget = self._gpu_budget_gb
+        held = peak_gib * report.GIB / 1e9
+        if budget is None or held <= budget:
+            return
+        self._gpu_budget_gb = None
+        log.warning(
+            "the trainer's process holds %.2f GB of GPU memory, more than its gpu_budget_gb=%g: something in it allocates beside the "
+            "trainer, and the rollout engine's share may not have room for it",
+            held, budget,
+        )  # fmt: skip
+
+    def _draw(self) -> None:
+        try:
+            made = report.draw(self._folder)
+        except ImportError:
+            log.warning(
+                "no pictures of the run without matplotlib (pip install megatrain-rl[report]); the record is %s",
+                self._folder / "run.jsonl",
+            )
+        else:
+            log.info("pictures of the run: %s", ", ".join(map(str, made)))
+
+
+def peaks_gib(points: list[Point]) -> dict[str, float]:
+    """The most of every column, as metrics."""
+    columns = sorted({column for point in points for column in point.high})
+    return {
+        f"megatrain/{column}_peak_gib": max(p.high[column] for p in points if column in p.high) / report.GIB
+        for column in columns
+    }
