@@ -1,4 +1,4 @@
-"""Every setting of the trainer: frozen, keyword-only, validated once, here.
+"""Every setting of the trainer: frozen, keyword-only, described and validated once, here.
 
 `StreamConfig` is what `actor.megatrain.*` means in VERL; `AdamWConfig` is the update. Code receives one of these and reads
 plain attributes; nobody looks a setting up with a default of its own.
@@ -6,7 +6,7 @@ plain attributes; nobody looks a setting up with a default of its own.
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,9 +40,17 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def check_knobs(given: Mapping[str, Any], owner: type, prefix: str) -> None:
-    """Raise one ValueError naming the first unknown key of `given` and the nearest known one."""
-    known = [f.name for f in dataclasses.fields(owner)]
+def knob(default: Any, help: str, **more: Any) -> Any:
+    """A field that users may set. help: its description, from which configs/*.yaml and the tables of settings are written.
+
+    more: for those files; see megatrain_rl/verl_plugin/knobs.py.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **more})
+
+
+def check_knobs(given: Iterable[str], known: Iterable[str], prefix: str) -> None:
+    """Raise one ValueError naming the first name of `given` that is not known, and the nearest one that is."""
+    known = list(known)
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -52,46 +60,67 @@ def check_knobs(given: Mapping[str, Any], owner: type, prefix: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """How the model is streamed.
+    """How the model is streamed. The knobs' one home: each field says what it means and has its default here."""
 
-    gpu_budget_gb: GPU memory of this process in GB (1e9 bytes), CUDA context included; a hard cap on CUDA.
-    checkpoint_interval: one layer input in so many is kept in host RAM; the others are recomputed inside their window.
-    num_grad_slabs: device staging buffers through which gradients leave; more lets backward run further ahead of the link.
-    ring_depth: device slots for layer weights; 2 is double buffering.
-    pack_tokens: most tokens of a pack (one forward of one layer); None takes what the budget holds, at most 10240.
-        A single longer sequence gets a pack of its own as long as the budget holds it.
-    optimizer: "native" (exact master, this package's op), "torch" (the same update by torch.optim.AdamW(fused=True)) or
-        "deepspeed" (DeepSpeedCPUAdam; needs the `deepspeed` extra).
-    param_dtype: dtype of the weights on the device and of the copy that is streamed. With bfloat16 an int16 residual makes
-        the fp32 master exact.
-    grad_dtype: dtype of the gradients in host RAM; sums over packs are fp32 on the device whatever this is.
-    optimizer_state_dtype: dtype of AdamW's moments. bfloat16 saves 4 bytes a parameter and rounds stochastically (native optimizer only);
-        the master stays exact. Dtypes may be given as bf16 and fp32 too.
-    overlap_optimizer: step each block as its gradient lands, beneath backward; False steps all of them after it. Same result.
-    compile: torch.compile the layers and the head's elementwise part on CUDA; None does so when the model is large enough for it to pay
-        (hidden size 1024 and more). Costs half a minute at the first step.
-    attention: "auto" (torch varlen on CUDA, SDPA elsewhere), "varlen", "flash_attn" or "sdpa".
-    reference: where frozen reference weights live: "mmap" reads the checkpoint files through two pinned staging buffers (no
-        anonymous host RAM; page cache makes it fast), "pinned" keeps a copy of 2 bytes a parameter.
-    cpu_threads: threads of the host optimizer; None takes seven of every eight cores this process may use: the rest drives the GPU.
-    host_budget_gb: host RAM in GB that the trainer may use; None reads what the machine (or its cgroup) has.
-    """
-
-    gpu_budget_gb: float = 9.0
-    checkpoint_interval: int = 1
-    num_grad_slabs: int = 12
-    ring_depth: int = 2
-    pack_tokens: int | None = None
-    optimizer: Literal["native", "torch", "deepspeed"] = "native"
-    param_dtype: ParamDtype = "bfloat16"
-    grad_dtype: ParamDtype = "bfloat16"
-    optimizer_state_dtype: ParamDtype = "float32"
-    overlap_optimizer: bool = True
-    compile: bool | None = None
-    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
-    reference: Literal["mmap", "pinned"] = "mmap"
-    cpu_threads: int | None = None
-    host_budget_gb: float | None = None
+    gpu_budget_gb: float = knob(
+        9.0, "GPU memory of the trainer's process in GB (1e9 bytes), CUDA context included; a hard cap"
+    )
+    checkpoint_interval: int = knob(
+        1, "one layer input in so many is kept in host RAM; the others are recomputed inside their window"
+    )
+    num_grad_slabs: int = knob(
+        12,
+        "device staging buffers through which gradients leave for host RAM; more let backward run further ahead of the link",
+    )
+    ring_depth: int = knob(2, "device slots for layer weights; 2 is double buffering")
+    pack_tokens: int | None = knob(
+        None,
+        "most tokens of a pack (one forward of one layer); null takes what the budget holds, at most 10240; a longer sequence gets a "
+        "pack of its own as long as the budget holds it",
+    )
+    optimizer: Literal["native", "torch", "deepspeed"] = knob(
+        "native",
+        "who applies AdamW on the host, always to the same exact fp32 master: native (this package's op), torch "
+        "(torch.optim.AdamW, fused) or deepspeed (DeepSpeedCPUAdam; needs the extra `deepspeed`)",
+    )
+    param_dtype: ParamDtype = knob(
+        "bfloat16",
+        "dtype of the weights on the device; with bfloat16 an int16 residual in host RAM makes the fp32 master exact; float32 runs "
+        "everything in fp32",
+    )
+    grad_dtype: ParamDtype = knob(
+        "bfloat16", "dtype of the gradients in host RAM; sums over packs are fp32 whatever this is"
+    )
+    optimizer_state_dtype: ParamDtype = knob(
+        "float32",
+        "dtype of AdamW's moments; bfloat16 saves 4 bytes a parameter and rounds stochastically (native optimizer only); the master "
+        "stays exact",
+    )
+    overlap_optimizer: bool = knob(
+        True, "whether blocks are stepped as their gradients land, beneath backward; the result is the same"
+    )
+    compile: bool | None = knob(
+        None,
+        "whether layers and the head's elementwise part are compiled (torch.compile, CUDA only); null does so when the model is large "
+        "enough for it to pay (hidden size 1024 and more)",
+    )
+    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = knob(
+        "auto",
+        "attention over packed sequences: varlen (torch), flash_attn or sdpa; auto is varlen on CUDA, sdpa elsewhere",
+    )
+    reference: Literal["mmap", "pinned"] = knob(
+        "mmap",
+        "where frozen reference weights live: mmap reads the model's files through two pinned staging blocks (no anonymous host RAM; "
+        "fast while they are in page cache), pinned keeps a copy of 2 bytes a parameter",
+    )
+    cpu_threads: int | None = knob(
+        None,
+        "threads of the host optimizer and of torch on the CPU; null takes seven of every eight cores that this process may use, the "
+        "rest drives the GPU",
+    )
+    host_budget_gb: float | None = knob(
+        None, "host RAM in GB that the trainer may use; null reads what the machine or its cgroup has"
+    )
 
     def __post_init__(self):
         for name in ("param_dtype", "grad_dtype", "optimizer_state_dtype"):
@@ -125,7 +154,7 @@ class StreamConfig:
     @classmethod
     def from_mapping(cls, knobs: Mapping[str, Any], prefix: str = "") -> "StreamConfig":
         """Build from user input. An unknown key is a ValueError that names the nearest known one; `prefix` is for its text."""
-        check_knobs(knobs, cls, prefix)
+        check_knobs(knobs, (f.name for f in dataclasses.fields(cls)), prefix)
         return cls(**knobs)
 
     @property

@@ -1,49 +1,55 @@
-"""Patches of VERL, one file per upstream limit; each says its symptom, cause, upstream place and when to remove it. retelling.py: what two share.
+"""Every change to code of other libraries: one file per limit, listed with its facts in README.md.
 
-A patch wraps and never copies a body. All are for the VERL versions in GATE and do nothing outside. A patched name that
-is missing inside the gate raises. Called by megatrain_rl.verl_plugin.register.
+A patch wraps (wrap.py) and never copies a body. It is applied when its module is imported, in tested versions only (versions.py), and it
+changes something only in a run of ours (ours.py). A name that is missing in a tested version raises. Nothing here imports megatrain_rl:
+what a patch calls there is handed to `install` by megatrain_rl.verl_plugin.register.
 """
 
-from collections.abc import Callable
-from importlib import metadata
+import functools
+from collections.abc import Callable, Mapping
 from types import ModuleType
-
-from packaging.specifiers import SpecifierSet
+from typing import Any
 
 from verl_patches import (
-    dead_trainer,
-    failed_generation,
+    before_ray,
+    hydra_overrides,
     no_detokenization,
     process_group_cpu,
-    ref_in_actor,
-    replay_buffer_poll,
+    tracking_monitor,
+    transfer_queue_start,
+    versions,
     weight_transfer_socket,
     weight_transfer_timeout,
 )
 
-GATE = SpecifierSet(">=0.9.1,<0.10")
+Hook = Callable[[ModuleType], None]
 
-PATCHES = (
-    process_group_cpu,
-    ref_in_actor,
-    replay_buffer_poll,
-    failed_generation,
-    dead_trainer,
-    weight_transfer_timeout,
-    weight_transfer_socket,
-    no_detokenization,
-)
+PATCHES = (process_group_cpu, weight_transfer_timeout, weight_transfer_socket, no_detokenization, transfer_queue_start)
 
 
-def install(on_import: Callable, version: str | None = None) -> None:
-    """Apply every patch when its module is imported. `version` is the installed VERL's unless a test says otherwise."""
-    if (version or metadata.version("verl")) not in GATE:
-        return
+def install(
+    on_import: Callable[[str, Hook], None],
+    *,
+    prepare: Callable[[Any], None],
+    check_overrides: Callable[[list[str]], None],
+    attach_monitor: Callable[[Any, dict[str, Any]], object],
+    found: Mapping[str, str] | None = None,
+) -> None:
+    """Have every patch applied when its module is imported. prepare, check_overrides, attach_monitor: see before_ray.py, hydra_overrides.py
+    and tracking_monitor.py. found: versions that take the place of the installed ones."""
     for patch in PATCHES:
-        for module, apply in hooks(patch).items():
-            on_import(module, apply)
+        if versions.hold(patch.VERSIONS, found):
+            for module, apply in hooks(patch).items():
+                on_import(module, apply)
+    for patch, call in ((before_ray, prepare), (hydra_overrides, check_overrides), (tracking_monitor, attach_monitor)):
+        if versions.hold(patch.VERSIONS, found):
+            on_import(patch.MODULE, functools.partial(_apply, patch.apply, call))
 
 
-def hooks(patch: ModuleType) -> dict[str, Callable[[ModuleType], None]]:
+def hooks(patch: ModuleType) -> dict[str, Hook]:
     """What a patch does, by the module that it waits for: HOOKS where several change together, else its one MODULE and `apply`."""
     return getattr(patch, "HOOKS", None) or {patch.MODULE: patch.apply}
+
+
+def _apply(apply: Callable[..., None], call: Callable[..., Any], module: ModuleType) -> None:
+    apply(module, call)

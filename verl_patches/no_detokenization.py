@@ -6,22 +6,30 @@ Cause: the server hands token ids to vLLM and takes token ids from it, but leave
 Upstream: verl 0.9.1, workers/rollout/vllm_rollout/vllm_async_server.py:634, vLLMHttpServer.generate. No issue known.
 Remove when: the server asks for no text.
 
-Requests with stop strings, which are looked for in the text, keep it.
+Requests with stop strings, which are looked for in the text, keep it, and so do rollouts of other strategies.
 """
 
-import functools
+import inspect
 from types import ModuleType
 
+from verl_patches.ours import is_our_rollout
+from verl_patches.versions import TESTED_VERL
+from verl_patches.wrap import wrap
+
 MODULE = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+VERSIONS = {"verl": TESTED_VERL}
 
 
 def apply(module: ModuleType) -> None:
-    make = module.SamplingParams
+    server = module.vLLMHttpServer
+    signature = inspect.signature(server.generate)
+    if "sampling_params" not in signature.parameters:
+        raise AttributeError(f"{MODULE}.vLLMHttpServer.generate has no sampling_params: this patch no longer fits VERL")
 
-    @functools.wraps(make, updated=())
-    def sampling_params(*args, **kwargs):
-        if not kwargs.get("stop"):
-            kwargs.setdefault("detokenize", False)
-        return make(*args, **kwargs)
+    async def generate(generate, self, *args, **kwargs):
+        sampling = signature.bind(self, *args, **kwargs).arguments["sampling_params"]  # a dict of this request alone
+        if is_our_rollout(self.config) and not sampling.get("stop"):
+            sampling.setdefault("detokenize", False)
+        return await generate(self, *args, **kwargs)
 
-    module.SamplingParams = sampling_params
+    wrap(server, "generate", generate, patch=__name__)

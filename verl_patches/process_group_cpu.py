@@ -8,37 +8,34 @@ Remove when: VERL builds the string without the duplicate.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from types import ModuleType
 
 import torch.distributed
 
+from verl_patches.versions import TESTED_VERL
+from verl_patches.wrap import wrap
+
 MODULE = "verl.utils.distributed"
+VERSIONS = {"verl": TESTED_VERL}
 
 _FUNCTIONS = ("initialize_global_process_group", "initialize_global_process_group_ray")
 
 
 def apply(module: ModuleType) -> None:
-    for name in _FUNCTIONS:
-        setattr(module, name, _with_legal_backend(getattr(module, name)))
-
-
-def _with_legal_backend(function):
-    @functools.wraps(function)
-    def initialize(*args, **kwargs):
+    def initialize(function, *args, **kwargs):
         with _each_backend_once():
             return function(*args, **kwargs)
 
-    return initialize
+    for name in _FUNCTIONS:
+        wrap(module, name, initialize, patch=__name__)
 
 
 @contextlib.contextmanager
 def _each_backend_once() -> Iterator[None]:
-    """Within, `init_process_group` drops repeated parts of its backend string."""
+    """Within, `init_process_group` drops repeated parts of its backend string. Other strings stay as they are."""
     init = torch.distributed.init_process_group
 
-    @functools.wraps(init)
     def init_process_group(backend=None, **kwargs):
         if backend is not None:
             backend = ",".join(dict.fromkeys(backend.split(",")))

@@ -10,10 +10,14 @@ Remove when: the name is unique on the machine.
 Ray's id of the node is: the sender and its engine share a node, and no two nodes have one id. Both sides are changed, and only together.
 """
 
-import functools
 import os
 from types import ModuleType
 
+from verl_patches.ours import is_our_rollout
+from verl_patches.versions import TESTED_VERL
+from verl_patches.wrap import wrap
+
+VERSIONS = {"verl": TESTED_VERL}
 # What the server hands on to its engine's processes, as the job's id.
 VARIABLE = "VERL_RAY_JOB_ID"
 # Of 56 letters; a socket's path may have 107.
@@ -21,31 +25,26 @@ _NODE_LETTERS = 16
 
 
 def apply_to_sender(module: ModuleType) -> None:
-    adapter = module.ServerAdapter
-    init = adapter.__init__
-
-    @functools.wraps(init)
-    def __init__(self, *args, **kwargs) -> None:
+    def make(init, self, *args, **kwargs):
         init(self, *args, **kwargs)
+        if not is_our_rollout(self.config):
+            return
         job, unique = ids()
         before, after = f"-{job}-", f"-{unique}-"
         if self.zmq_handle.count(before) != 1:
             raise RuntimeError(f"verl_patches/weight_transfer_socket.py: no job id {job} in {self.zmq_handle}")
         self.zmq_handle = self.zmq_handle.replace(before, after)
 
-    adapter.__init__ = __init__
+    wrap(module.ServerAdapter, "__init__", make, patch=__name__)
 
 
 def apply_to_server(module: ModuleType) -> None:
-    server = module.vLLMHttpServer
-    init = server.__init__
-
-    @functools.wraps(init)
-    def __init__(self, *args, **kwargs) -> None:
+    def make(init, self, *args, **kwargs):
         init(self, *args, **kwargs)
-        os.environ[VARIABLE] = ids()[1]  # the engine's processes start later, in launch_server
+        if is_our_rollout(self.config):
+            os.environ[VARIABLE] = ids()[1]  # the engine's processes start later, in launch_server
 
-    server.__init__ = __init__
+    wrap(module.vLLMHttpServer, "__init__", make, patch=__name__)
 
 
 def ids() -> tuple[str, str]:

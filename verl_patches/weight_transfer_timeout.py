@@ -7,11 +7,15 @@ Upstream: verl 0.9.1, workers/rollout/vllm_rollout/bucketed_weight_transfer.py: 
 Remove when: the sender has a time limit of its own.
 """
 
-import functools
 import os
 from types import ModuleType
 
+from verl_patches.ours import engine_lives_here
+from verl_patches.versions import TESTED_VERL
+from verl_patches.wrap import wrap
+
 MODULE = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
+VERSIONS = {"verl": TESTED_VERL}
 
 # Until the engine's worker connects, and of every answer after that, so of loading one bucket; seconds. A healthy one takes a second or two.
 LIMIT_SECONDS = 30.0
@@ -33,21 +37,20 @@ def limit_seconds() -> float:
 def apply(module: ModuleType) -> None:
     import zmq
 
-    sender = module.BucketedWeightSender
-    init_socket, send_weights = sender._init_socket, sender.async_send_weights
-
-    @functools.wraps(init_socket)
-    def _init_socket(self) -> None:
+    def make_socket(init_socket, self):
         init_socket(self)
+        if not engine_lives_here():
+            return
         limit = int(limit_seconds() * 1000)
         self.socket.setsockopt(zmq.RCVTIMEO, limit)
         self.socket.setsockopt(zmq.SNDTIMEO, limit)
         self.socket.setsockopt(zmq.LINGER, 0)
 
-    @functools.wraps(send_weights)
-    async def async_send_weights(self, weights) -> None:
+    async def send_weights(send, self, weights):
+        if not engine_lives_here():
+            return await send(self, weights)
         try:
-            await send_weights(self, weights)
+            await send(self, weights)
         except zmq.Again as error:
             raise RuntimeError(
                 f"the rollout engine took no weights for {limit_seconds():g} s: it has died or hangs, its own error stands above. "
@@ -61,5 +64,5 @@ def apply(module: ModuleType) -> None:
                 f"tensor, and without CUDA IPC a tensor has to fit: raise it. ({str(error).split('.Please')[0]})"
             ) from error
 
-    sender._init_socket = _init_socket
-    sender.async_send_weights = async_send_weights
+    wrap(module.BucketedWeightSender, "_init_socket", make_socket, patch=__name__)
+    wrap(module.BucketedWeightSender, "async_send_weights", send_weights, patch=__name__)

@@ -1,7 +1,6 @@
-"""What VERL's yaml builds: engine, optimizer and actor configs. The knobs are `StreamConfig`'s fields, taken from it.
+"""What VERL's yaml builds: engine, optimizer and actor configs. The knobs are `StreamConfig`'s fields, taken from it, and the few below.
 
-configs/ names the classes and functions here as `_target_`, so building a config imports this module in the driver and
-in the worker; that registers the plug-in even where entry points are switched off.
+The yaml files name these classes by way of targets.py, whose import registers the plug-in.
 """
 
 import dataclasses
@@ -11,39 +10,58 @@ from typing import Any, NoReturn
 
 from verl.workers.config import ActorConfig, EngineConfig, FSDPOptimizerConfig, OptimizerConfig
 
-from megatrain_rl.config import AdamWConfig, StreamConfig, check_knobs
+from megatrain_rl.config import AdamWConfig, StreamConfig, check_knobs, knob
 from megatrain_rl.optim.lr_schedule import KINDS, LRSchedule
 from megatrain_rl.planner import usable_host_bytes
-from megatrain_rl.verl_plugin import register
-
-register.install()
 
 # A model config whose `lora_adapter_path` is this makes VERL compute reference log-probs with the actor's engine
-# (`disable_adapter()`), as it does for LoRA; no adapter is ever loaded. See configs/megatrain_extra and verl_patches.
+# (`disable_adapter()`), as it does for LoRA; no adapter is ever loaded. See configs/megatrain_extra and driver/prepare.py.
 REFERENCE_MARKER = "megatrain-frozen-reference"
 
-_STREAM_FIELDS = [(f.name, f.type, field(default=f.default)) for f in dataclasses.fields(StreamConfig)]
-_KnobFields = dataclasses.make_dataclass("_KnobFields", _STREAM_FIELDS, bases=(EngineConfig,))
+_STREAM_FIELDS = dataclasses.fields(StreamConfig)
+# StreamConfig's fields on top of VERL's engine config, with their descriptions.
+_KnobFields = dataclasses.make_dataclass(
+    "_KnobFields",
+    [(f.name, f.type, field(default=f.default, metadata=f.metadata)) for f in _STREAM_FIELDS],
+    bases=(EngineConfig,),
+)
+
+_MIRRORED_BUCKET = "${oc.select:actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes,2048}"
+
+
+def _derived(default: Any, help: str, **more: Any) -> Any:
+    """A field that the yaml files fill in from other settings; set by hand it could only contradict these."""
+    return knob(default, help, derived=True, **more)
 
 
 @dataclass
 class MegaTrainEngineConfig(_KnobFields):
-    """VERL's engine config plus every field of StreamConfig.
+    """VERL's engine config, every field of StreamConfig, and what only a run by VERL has."""
 
-    reference_for_kl_loss, reference_for_kl_in_reward: a KL term reads reference log-probs, so the engine that also
-        serves as the reference keeps the frozen weights. The yaml takes both from VERL's own switches.
-    sync_bucket_megabytes: bucket of VERL's weight transfer; a larger tensor has to be sent from the GPU.
-    host_reserve_gb: host RAM in GB left to what the run starts after the trainer (rollout engine, agent workers), at most a quarter
-        of what there is; not used when host_budget_gb is set.
-    card_gb: GPU memory in GB (1e9 bytes) that trainer and rollout engine may use together; None: the whole card. See gpu_share.py.
-    """
-
-    strategy: str = "megatrain"
-    reference_for_kl_loss: bool = False
-    reference_for_kl_in_reward: bool = False
-    sync_bucket_megabytes: int = 2048
-    card_gb: float | None = None
-    host_reserve_gb: float = 0.0
+    strategy: str = _derived("megatrain", "the strategy that VERL looks the engine up by")
+    forward_only: bool = _derived(
+        False, "whether the engine only computes log-probs (a separate reference): no gradients, no optimizer state"
+    )
+    host_reserve_gb: float = knob(
+        0.0,
+        "host RAM in GB left to what the run starts after the trainer (rollout engine, agent workers), at most a quarter of what there "
+        "is; unused with host_budget_gb",
+        in_rl=12.0,
+    )
+    card_gb: float | None = knob(
+        None, "GPU memory in GB that the trainer and the rollout engine may use together; null takes the whole card"
+    )
+    reference_for_kl_loss: bool = _derived(
+        False, "whether a KL loss reads the reference that this engine keeps; follows actor.use_kl_loss"
+    )
+    reference_for_kl_in_reward: bool = _derived(
+        False, "whether a KL term in the reward does; follows algorithm.use_kl_in_reward"
+    )
+    sync_bucket_megabytes: int = _derived(
+        2048,
+        "bucket of VERL's weight transfer in MiB, mirrored; a larger tensor is sent from the GPU",
+        in_yaml=_MIRRORED_BUCKET,
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,7 +73,7 @@ class MegaTrainEngineConfig(_KnobFields):
 
     def stream_config(self) -> StreamConfig:
         """The knobs, validated."""
-        return StreamConfig(**{name: self[name] for name, _, _ in _STREAM_FIELDS})
+        return StreamConfig(**{f.name: self[f.name] for f in _STREAM_FIELDS})
 
     def stream_config_here(self) -> StreamConfig:
         """The knobs with a host budget in numbers: what this machine has now, without the reserve."""
@@ -67,19 +85,10 @@ class MegaTrainEngineConfig(_KnobFields):
         return dataclasses.replace(config, host_budget_gb=(usable - reserve) / 1e9)
 
 
-_Settings = dataclasses.make_dataclass(
-    "_Settings",
-    [
-        *_STREAM_FIELDS,
-        ("strategy", str, "megatrain"),
-        ("forward_only", bool, False),
-        ("reference_for_kl_loss", bool, False),
-        ("reference_for_kl_in_reward", bool, False),
-        ("sync_bucket_megabytes", int, 2048),
-        ("card_gb", float | None, None),
-        ("host_reserve_gb", float, 0.0),
-    ],
-)
+# What a yaml of an engine may have, in the order of the files.
+SETTINGS = tuple(f for f in dataclasses.fields(MegaTrainEngineConfig) if "help" in f.metadata)
+# Of these, what follows from other settings.
+DERIVED = tuple(f.name for f in SETTINGS if f.metadata.get("derived"))
 
 
 def check_engine_settings(given: Mapping[str, Any], prefix: str) -> None:
@@ -87,7 +96,7 @@ def check_engine_settings(given: Mapping[str, Any], prefix: str) -> None:
 
     The rest of VERL's EngineConfig (dtype, param_offload, ...) is refused on purpose: it would be ignored.
     """
-    check_knobs(given, _Settings, prefix)
+    check_knobs(given, (f.name for f in SETTINGS), prefix)
 
 
 def engine_config(**given: Any) -> MegaTrainEngineConfig:

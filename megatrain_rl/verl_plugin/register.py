@@ -1,16 +1,17 @@
 """The `verl.plugins` entry point: VERL imports this module at the end of `import verl`, in every process.
 
-Invariants: cheap (only hooks are installed, no model code is imported), idempotent, no CUDA call. VERL reports a plug-in
-that raises at DEBUG level only, so a failure is printed here before it is raised; without our hooks the later look-up
+Invariants: cheap (only hooks are installed, no model code is imported), idempotent, no CUDA call, without effect on runs of other strategies.
+VERL reports a plug-in that raises at DEBUG level only, so a failure is printed here before it is raised; without our hooks the later look-up
 of the engine or of `model_engine=megatrain` fails too.
 """
 
-import functools
 import sys
 import traceback
 from types import ModuleType
+from typing import Any
 
-from megatrain_rl.verl_plugin import hydra_groups
+import verl_patches
+from verl_patches import untested_verl, versions
 from verl_patches.post_import import on_import
 
 _EMBEDDED_ADAPTER = "megatrain_rl.rollout.embedded.EmbeddedServerAdapter"
@@ -19,25 +20,26 @@ _installed = False
 
 
 def install() -> None:
-    """Install every hook once. Called at import below and by config.py, which a yaml's `_target_` imports."""
+    """Install every hook once. Called at import below and by targets.py, which a yaml's `_target_` imports."""
     global _installed
     if _installed:
         return
-    import verl_patches
-
-    on_import("verl.plugin.platform.platform_manager", _register_cpu_platform)
-    on_import("verl.workers.engine", _register_engine)
-    on_import("verl.workers.rollout.base", _register_rollout_adapter)
-    on_import("verl.workers.rollout.replica", _register_rollout_replica)
-    on_import("verl.utils.config", _check_before_ray)
-    on_import("verl.trainer.ppo.v1.trainer_base", _time_startup)
-    on_import("verl.trainer.ppo.v1.trainer_base", _overlap_startup)
-    on_import("verl.trainer.ppo.v1.trainer_base", _watch_startup)
-    on_import("verl.utils.tracking", _watch_tracking)
-    on_import("verl.utils.debug.metrics", _watch_log_probs)
-    hydra_groups.install(on_import)
-    verl_patches.install(on_import)
+    if versions.verl_is_tested():
+        on_import("verl.plugin.platform.platform_manager", _register_cpu_platform)
+        on_import("verl.workers.engine", _register_engine)
+        on_import("verl.workers.rollout.base", _register_rollout_adapter)
+        on_import("verl.workers.rollout.replica", _register_rollout_replica)
+        on_import("verl.trainer.ppo.v1", _register_trainers)
+        on_import("hydra.core.plugins", _add_config_groups)
+        verl_patches.install(
+            on_import, prepare=_prepare, check_overrides=_check_overrides, attach_monitor=_attach_monitor
+        )
+    else:
+        untested_verl.install(on_import)
     _installed = True
+
+
+# ---- VERL's registries ----
 
 
 def _register_cpu_platform(_: ModuleType) -> None:
@@ -46,6 +48,10 @@ def _register_cpu_platform(_: ModuleType) -> None:
 
 def _register_engine(_: ModuleType) -> None:
     import megatrain_rl.verl_plugin.engine.engine  # noqa: F401  (its decorator registers)
+
+
+def _register_trainers(_: ModuleType) -> None:
+    import megatrain_rl.verl_plugin.task_runner.trainer  # noqa: F401  (its decorators register)
 
 
 def _register_rollout_adapter(module: ModuleType) -> None:
@@ -61,48 +67,31 @@ def _register_rollout_replica(module: ModuleType) -> None:
     module.RolloutReplicaRegistry.register("embedded", load)
 
 
-def _check_before_ray(module: ModuleType) -> None:
-    """VERL's mains call `validate_config` in the driver before Ray starts and offer no hook there: ours goes first."""
-    validate = module.validate_config
+def _add_config_groups(module: ModuleType) -> None:
+    from megatrain_rl.verl_plugin.driver import hydra_groups
 
-    @functools.wraps(validate)
-    def validate_config(config, *args, **kwargs) -> None:
-        from megatrain_rl.verl_plugin import preflight
-
-        preflight.check_run(config)
-        validate(config, *args, **kwargs)
-
-    module.validate_config = validate_config
+    hydra_groups.add_search_path(module.Plugins.instance())
 
 
-def _time_startup(module: ModuleType) -> None:
-    from megatrain_rl.verl_plugin import startup_times
-
-    startup_times.install(module)
+# ---- what patches call; imported when they do ----
 
 
-def _overlap_startup(module: ModuleType) -> None:
-    from megatrain_rl.verl_plugin import startup_overlap
+def _prepare(config: Any) -> None:
+    from megatrain_rl.verl_plugin.driver import prepare
 
-    startup_overlap.install(module)
-
-
-def _watch_startup(module: ModuleType) -> None:
-    from megatrain_rl.verl_plugin import run_monitor
-
-    run_monitor.watch_startup(module)
+    prepare.prepare(config)
 
 
-def _watch_tracking(module: ModuleType) -> None:
-    from megatrain_rl.verl_plugin import run_monitor
+def _check_overrides(overrides: list[str]) -> None:
+    from megatrain_rl.verl_plugin.driver import hydra_groups
 
-    run_monitor.watch_tracking(module)
+    hydra_groups.check_overrides(overrides)
 
 
-def _watch_log_probs(module: ModuleType) -> None:
-    from megatrain_rl.verl_plugin import run_monitor
+def _attach_monitor(tracking: Any, config: dict[str, Any]) -> None:
+    from megatrain_rl.verl_plugin import monitoring
 
-    run_monitor.watch_log_probs(module)
+    monitoring.attach(tracking, config)
 
 
 try:

@@ -1,26 +1,16 @@
 """What is not supported is refused here, in one line that names the setting: nothing is ignored silently.
 
 `check_run` sees VERL's whole config in the driver, before Ray starts; `check_engine` sees the worker's share of it and
-so also covers SFT and other entry points. Called by register.py and engine.py.
+so also covers SFT and other entry points. Called by driver/prepare.py and engine/engine.py. Neither changes anything.
 """
 
-import os
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import EngineConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig
 
-from megatrain_rl.verl_plugin import gpu_share, run_inputs, startup_times
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
-from verl_patches import weight_transfer_timeout
-
-# Read by a Ray cluster that this process starts.
-_RAY_ENVIRONMENT = {
-    # Host RAM is filled on purpose, up to the planned reserve; above 95 % in use Ray would kill a process that it holds guilty.
-    "RAY_memory_monitor_refresh_ms": "0",
-    # One idle Python process per core, 80 MB each, that VERL's run cannot use: its workers have an environment of their own.
-    "RAY_prestart_worker_first_driver": "0",
-}
+from verl_patches.ours import STRATEGY, our_roles
 
 
 def _refuse(condition: bool, setting: str, value: Any, instead: str) -> None:
@@ -29,81 +19,85 @@ def _refuse(condition: bool, setting: str, value: Any, instead: str) -> None:
 
 
 def check_run(config: DictConfig) -> None:
-    """Raise one ValueError if a run whose actor or reference is ours asks for what we do not have; fill in the rollout engine's context and
-    its share of the card, and set the environment of a Ray cluster that this process will start."""
-    roles = config.actor_rollout_ref
-    critic = OmegaConf.select(config, "critic.strategy")
-    for role in ("actor", "ref"):  # the streaming knobs under a role make its engine ours, whatever its strategy says
-        if OmegaConf.select(roles, f"{role}.megatrain") is not None:
-            setting = f"actor_rollout_ref.{role}.strategy"
-            _refuse(
-                roles[role].strategy != "megatrain",
-                setting,
-                roles[role].strategy,
-                "choose another model_engine instead",
-            )
-    ours = "megatrain" in (roles.actor.strategy, roles.ref.strategy)
-    if not ours and critic != "megatrain":
+    """Raise one ValueError if a run asks for what its roles of ours do not have. Runs of other strategies pass."""
+    ours = our_roles(config)
+    _check_knobs_are_ours(config)
+    if not ours:
         return
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.trainer.ppo.utils import need_critic
 
     _refuse(
         need_critic(config), "algorithm.adv_estimator", config.algorithm.adv_estimator,
         "critics are missing, set algorithm.adv_estimator=grpo or another estimator without a critic",
     )  # fmt: skip
-    if not ours:
+    if ours.isdisjoint({"actor", "ref"}):
         return
     gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     _refuse(gpus > 1, "trainer.n_gpus_per_node x trainer.nnodes", gpus, "one GPU trains, set both to 1")
-    unsupported = {
-        "distillation.enabled": (False, "set it to false"),
-        "actor_rollout_ref.actor.use_prefix_grouper": (False, "set it to false"),
-        "actor_rollout_ref.actor.calculate_sum_pi_squared": (False, "set it to false"),
-        "actor_rollout_ref.actor.qat.enable": (False, "set it to false"),
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (1, "set it to 1"),
-        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": (1, "set it to 1"),
-        "actor_rollout_ref.actor.router_replay.mode": ("disabled", "set it to disabled"),
-        "actor_rollout_ref.model.mtp.enable": (False, "set it to false"),
-        "actor_rollout_ref.model.lora_rank": (0, "set it to 0, all parameters are trained"),
-        "actor_rollout_ref.model.lora.rank": (0, "set it to 0, all parameters are trained"),
-        "actor_rollout_ref.actor.checkpoint.async_save": (False, "set it to false, checkpoints are written at once"),
-        "trainer.default_hdfs_dir": (None, "set it to null and copy trainer.default_local_dir"),
-    }
-    for setting, (supported, instead) in unsupported.items():
+    for setting, (supported, instead) in _UNSUPPORTED.items():
         # a config of another model engine lacks some of these nodes: absent means not asked for
         value = OmegaConf.select(config, setting)
         _refuse(value is not None and value != supported, setting, value, instead)
-    _check_adapter(roles.model.lora_adapter_path, "actor_rollout_ref.model.")
-    separate = OmegaConf.select(roles, "ref.megatrain") is not None and roles.model.lora_adapter_path is None
+    _check_adapter(config.actor_rollout_ref.model.lora_adapter_path, "actor_rollout_ref.model.")
+    _check_reference(config)
+    _check_order_of_a_run(config)
+
+
+_UNSUPPORTED = {
+    "distillation.enabled": (False, "set it to false"),
+    "actor_rollout_ref.actor.use_prefix_grouper": (False, "set it to false"),
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": (False, "set it to false"),
+    "actor_rollout_ref.actor.qat.enable": (False, "set it to false"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (1, "set it to 1"),
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": (1, "set it to 1"),
+    "actor_rollout_ref.actor.router_replay.mode": ("disabled", "set it to disabled"),
+    "actor_rollout_ref.model.mtp.enable": (False, "set it to false"),
+    "actor_rollout_ref.model.lora_rank": (0, "set it to 0, all parameters are trained"),
+    "actor_rollout_ref.model.lora.rank": (0, "set it to 0, all parameters are trained"),
+    "actor_rollout_ref.actor.checkpoint.async_save": (False, "set it to false, checkpoints are written at once"),
+    "trainer.default_hdfs_dir": (None, "set it to null and copy trainer.default_local_dir"),
+}
+
+
+def _check_knobs_are_ours(config: DictConfig) -> None:
+    """The streaming knobs under a role make its engine ours, whatever its strategy says."""
+    roles = config.actor_rollout_ref
+    for role in ("actor", "ref"):
+        if OmegaConf.select(roles, f"{role}.megatrain") is not None:
+            setting, strategy = f"actor_rollout_ref.{role}.strategy", roles[role].strategy
+            _refuse(strategy != STRATEGY, setting, strategy, "choose another model_engine instead")
+
+
+def _check_reference(config: DictConfig) -> None:
+    """On a GPU the reference is the actor's own pipeline, or there is none."""
+    from verl.trainer.ppo.utils import need_reference_policy
+
+    roles = config.actor_rollout_ref
+    if config.trainer.device != "cuda" or not need_reference_policy(config):
+        return
     _refuse(
-        separate and config.trainer.device == "cuda" and need_reference_policy(config),
+        OmegaConf.select(roles, "ref.megatrain") is not None and roles.model.lora_adapter_path is None,
         "actor_rollout_ref.model.lora_adapter_path", None,
         "a reference engine of its own would plan the same GPU budget a second time, leave the setting at its default",
     )  # fmt: skip
-    foreign = roles.actor.strategy == "megatrain" and roles.ref.strategy != "megatrain"
     _refuse(
-        foreign and config.trainer.device == "cuda" and need_reference_policy(config),
+        roles.actor.strategy == STRATEGY and roles.ref.strategy != STRATEGY,
         "actor_rollout_ref.ref.strategy", roles.ref.strategy,
         "a reference of another engine in the trainer's process has no room in its GPU budget, set it to megatrain",
     )  # fmt: skip
+
+
+def _check_order_of_a_run(config: DictConfig) -> None:
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     one_gpu = "set it to sync or colocate_async, which share one GPU"
     _refuse(config.trainer.use_v1 and mode == "separate_async", "trainer.v1.trainer_mode", mode, one_gpu)
     setting = "actor_rollout_ref.rollout.checkpoint_engine.backend"
     backend = OmegaConf.select(config, setting)
     _refuse(backend == "delta_sharded", setting, backend, "set it to naive")
-    loss_mode = OmegaConf.select(roles, "actor.policy_loss.loss_mode")
+    setting = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    loss_mode = OmegaConf.select(config, setting)
     per_call = "it picks tokens among those of one micro-batch, so the update would depend on how packs are cut"
-    _refuse(loss_mode in ("clip_cov", "kl_cov"), "actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, per_call)
-    run_inputs.resolve_context(config)
-    run_inputs.check_mini_batch(config)
-    run_inputs.check_loggers(config)
-    run_inputs.check_disk(config)
-    gpu_share.resolve(config)
-    weight_transfer_timeout.limit_seconds()
-    startup_times.note_start()
-    for name, value in _RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    _refuse(loss_mode in ("clip_cov", "kl_cov"), setting, loss_mode, per_call)
 
 
 def _check_adapter(path: str | None, prefix: str) -> None:

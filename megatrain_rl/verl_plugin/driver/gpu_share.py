@@ -2,7 +2,7 @@
 
 VERL gives a rollout engine `rollout.gpu_memory_utilization`, a fraction of the whole card, 0.5 unless set. With model_engine=megatrain the
 yaml says `auto`: the fraction follows from the budget here, in the driver and before Ray starts, and a fraction set by hand is held
-against the same sum. Nothing here makes a CUDA context. Called by preflight.py.
+against the same sum. Nothing here makes a CUDA context. Called by prepare.py.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 AUTO = "auto"
 # VERL's own default, for rollouts that have no share of a card.
@@ -36,27 +36,30 @@ class Card:
     free_bytes: int
 
 
-def resolve(config: DictConfig, read_card: Callable[[], Card | None] | None = None) -> None:
-    """Put the engine's fraction into `config` where it says `auto`, and check a fraction that was set. A ValueError names what to change."""
+def shared_card(config: DictConfig, read_card: Callable[[], Card | None] | None = None) -> Card | None:
+    """The card that the trainer and the rollout engine of this run share; None where they share none, or where it cannot be read."""
     rollout = config.actor_rollout_ref.rollout
-    fraction = rollout.gpu_memory_utilization
+    name = None if OmegaConf.is_missing(rollout, "name") else rollout.name
+    knobs = OmegaConf.select(config, "actor_rollout_ref.actor.megatrain")
+    if knobs is None or config.trainer.device != "cuda" or name not in _ENGINES:
+        return None
+    card = (read_card or visible_card)()
+    if card is None and rollout.gpu_memory_utilization == AUTO:
+        # not even card_gb helps: the engine takes a fraction of what the card really has
+        raise ValueError(f"{_FRACTION}={AUTO}: nvidia-smi cannot tell the GPU's memory on this machine; set a fraction")
+    return card
+
+
+def engine_fraction(config: DictConfig, card: Card | None) -> float:
+    """The rollout engine's share of `card` as a fraction: what `auto` stands for, or the one set by hand if it fits. A ValueError names what to
+    change. card None: nothing is shared."""
+    fraction = config.actor_rollout_ref.rollout.gpu_memory_utilization
     if fraction != AUTO and not isinstance(fraction, int | float):
         raise ValueError(f"{_FRACTION}={fraction}: must be {AUTO} or a number in (0, 1]")
-    knobs = OmegaConf.select(config, "actor_rollout_ref.actor.megatrain")
-    name = None if OmegaConf.is_missing(rollout, "name") else rollout.name
-    if knobs is None or config.trainer.device != "cuda" or name not in _ENGINES:
-        if fraction == AUTO:
-            _set(rollout, _UNUSED_FRACTION)
-        return
-    card = (read_card or visible_card)()
-    told = None if knobs.card_gb is None else int(knobs.card_gb * 1e9)
     if card is None:
-        # not even card_gb helps: the engine takes a fraction of what the card really has
-        if fraction == AUTO:
-            raise ValueError(
-                f"{_FRACTION}={AUTO}: nvidia-smi cannot tell the GPU's memory on this machine; set a fraction"
-            )
-        return
+        return _UNUSED_FRACTION if fraction == AUTO else fraction
+    knobs = config.actor_rollout_ref.actor.megatrain
+    told = None if knobs.card_gb is None else int(knobs.card_gb * 1e9)
     idle = card.total_bytes - min(_IDLE_BYTES, card.total_bytes - card.free_bytes)
     usable = min(idle, told or idle)
     budget = int(knobs.gpu_budget_gb * 1e9)
@@ -64,14 +67,8 @@ def resolve(config: DictConfig, read_card: Callable[[], Card | None] | None = No
     _check(
         share, usable=usable, budget=budget, card=card, weights=engine_weight_bytes(config), by_hand=fraction != AUTO
     )
-    if fraction == AUTO:
-        # rounded down, so that the sum is kept
-        _set(rollout, int(share / card.total_bytes * 1000) / 1000)
-
-
-def _set(rollout: DictConfig, fraction: float) -> None:
-    with open_dict(rollout):
-        rollout.gpu_memory_utilization = fraction
+    # rounded down, so that the sum is kept
+    return int(share / card.total_bytes * 1000) / 1000 if fraction == AUTO else fraction
 
 
 def _check(share: int, *, usable: int, budget: int, card: Card, weights: int | None, by_hand: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a run would find out minutes after its start, or never: asked in the driver, before Ray starts. Called by preflight.py."""
+"""What a run would find out minutes after its start, or never: asked in the driver, before Ray starts. Called by prepare.py."""
 
 import importlib.util
 import logging
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.verl_plugin.driver.gpu_share import AUTO
-from megatrain_rl.watch.monitor import is_ours
+from verl_patches.ours import is_ours
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,24 +26,36 @@ _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 _RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"  # of the process that logs
 
 
-def resolve_context(config: DictConfig) -> None:
-    """`max_model_len=auto` is the longest prompt and answer together, and no more than the model knows positions; null leaves it to VERL, all
-    positions. A length set by hand must hold them, or VERL would cut the answers and train on them as if they had ended."""
-    rollout = config.actor_rollout_ref.rollout
-    longest = rollout.prompt_length + rollout.response_length
-    if rollout.max_model_len == AUTO:
-        positions = _positions(config)
-        if positions is not None and positions < longest:
-            log.warning(
-                "%s + %s is %d, and the model has %d positions: answers to long prompts will be cut short",
-                f"{_ROLLOUT}.prompt_length", "response_length", longest, positions,
-            )  # fmt: skip
-        rollout.max_model_len = longest if positions is None else min(longest, positions)
-    elif rollout.max_model_len is not None and rollout.max_model_len < longest and is_ours(config):
+def check_context(config: DictConfig) -> None:
+    """A context set by hand must hold the longest prompt and answer, or VERL would cut the answers and train on them as if they had ended."""
+    given, longest = config.actor_rollout_ref.rollout.max_model_len, _longest(config)
+    if given not in (None, AUTO) and given < longest and is_ours(config):
         raise ValueError(
-            f"{_CONTEXT}={rollout.max_model_len} is less than {_ROLLOUT}.prompt_length + response_length = {longest} (data.max_prompt_length, "
+            f"{_CONTEXT}={given} is less than {_ROLLOUT}.prompt_length + response_length = {longest} (data.max_prompt_length, "
             f"data.max_response_length): answers would be cut short; set {_CONTEXT}={AUTO}, or null for all of the model's positions"
         )
+
+
+def context(config: DictConfig) -> int | None:
+    """The rollout engine's context in tokens. `auto`: the longest prompt and answer together, and no more than the model knows positions.
+    Null is VERL's to fill in, with all positions."""
+    given, longest = config.actor_rollout_ref.rollout.max_model_len, _longest(config)
+    if given != AUTO:
+        return given
+    positions = _positions(config)
+    if positions is None:
+        return longest
+    if positions < longest:
+        log.warning(
+            "%s + %s is %d, and the model has %d positions: answers to long prompts will be cut short",
+            f"{_ROLLOUT}.prompt_length", "response_length", longest, positions,
+        )  # fmt: skip
+    return min(longest, positions)
+
+
+def _longest(config: DictConfig) -> int:
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.prompt_length + rollout.response_length
 
 
 def check_mini_batch(config: DictConfig) -> None:

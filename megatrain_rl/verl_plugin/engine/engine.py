@@ -24,10 +24,11 @@ from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.trainer import StreamTrainer
 from megatrain_rl.verl_plugin import supported
-from megatrain_rl.verl_plugin.engine import batch, checkpoint, loading, process_group
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER, MegaTrainEngineConfig, adamw_config, lr_schedule
+from megatrain_rl.verl_plugin.engine import batch, checkpoint, loading, process_group
 from megatrain_rl.verl_plugin.engine.loss import LossFunction, VerlObjective, predict_mask
 from megatrain_rl.verl_plugin.engine.weight_sync import stream_weights
+from verl_patches import ours
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class MegaTrainEngine(BaseEngine):
             async_save=checkpoint_config.async_save,
         )
         process_group.without_nccl()
+        ours.note_engine()
 
     # ---- facts VERL asks for before initialize() ----
 

@@ -1,0 +1,81 @@
+"""What happens to a run of ours in the driver, before Ray starts: it is refused, or its open settings are filled in.
+
+`prepare` is called ahead of VERL's own check of the config (verl_patches/before_ray.py), with the config that VERL goes on with.
+"""
+
+import os
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from megatrain_rl.verl_plugin import startup_times, supported
+from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
+from megatrain_rl.verl_plugin.driver import gpu_share, inputs
+from verl_patches import ours, weight_transfer_timeout
+
+# Read by a Ray cluster that this process starts.
+_RAY_ENVIRONMENT = {
+    # Host RAM is filled on purpose, up to the planned reserve; above 95 % in use Ray would kill a process that it holds guilty.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # One idle Python process per core, 80 MB each, that VERL's run cannot use: its workers have an environment of their own.
+    "RAY_prestart_worker_first_driver": "0",
+}
+
+
+def prepare(config: DictConfig) -> None:
+    """Refuse the run or fill in its settings. Nothing happens to runs of other strategies."""
+    card = refuse(config)
+    if ours.our_roles(config).isdisjoint({"actor", "ref"}):
+        return
+    fill_in(config, card)
+
+
+def refuse(config: DictConfig) -> gpu_share.Card | None:
+    """Raise one ValueError for what would fail, or would not be meant, later; changes nothing. Returns the card that trainer and rollout
+    engine share, or None where they share none."""
+    supported.check_run(config)
+    if ours.our_roles(config).isdisjoint({"actor", "ref"}):
+        return None
+    inputs.check_context(config)
+    inputs.check_mini_batch(config)
+    inputs.check_loggers(config)
+    inputs.check_disk(config)
+    card = gpu_share.shared_card(config)
+    gpu_share.engine_fraction(config, card)
+    weight_transfer_timeout.limit_seconds()
+    return card
+
+
+def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
+    """Set what follows from other settings or marks the run as ours; refuses nothing."""
+    rollout = config.actor_rollout_ref.rollout
+    with open_dict(rollout):
+        rollout.max_model_len = inputs.context(config)
+        rollout.gpu_memory_utilization = gpu_share.engine_fraction(config, card)
+    mark_reference(config)
+    if ours.is_ours(config):
+        with open_dict(rollout):
+            rollout.custom = ours.marked(rollout.get("custom"))
+        mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+        if config.trainer.use_v1 and mode in ours.TRAINERS:
+            config.trainer.v1.trainer_mode = ours.TRAINERS[mode]
+    startup_times.note_start()
+    for name, value in _RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def mark_reference(config: DictConfig) -> None:
+    """Have VERL ask the actor's engine for reference log-probs instead of building a second engine.
+
+    VERL does so only if LoRA is configured (rank above 0, or `lora_adapter_path` not null), which it works out from the config in six places.
+    model_engine=megatrain sets the key in its yaml (configs/megatrain_extra), where null is the user's wish for a separate reference; on the
+    default model_engine it is set here, iff actor and reference are ours and a KL term needs the reference.
+    """
+    from verl.trainer.ppo.utils import need_reference_policy
+
+    roles = config.actor_rollout_ref
+    both = {"actor", "ref"} <= ours.our_roles(config)
+    if not both or not need_reference_policy(config) or OmegaConf.select(roles, "actor.megatrain") is not None:
+        return
+    if roles.model.lora_adapter_path is None:
+        with open_dict(roles.model):
+            roles.model.lora_adapter_path = REFERENCE_MARKER

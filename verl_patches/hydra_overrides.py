@@ -1,0 +1,29 @@
+"""A misspelt setting of ours is told its nearest neighbour.
+
+Symptom: `actor_rollout_ref.actor.megatrain.rng_depth=3` ends with Hydra's "Could not override", which names no known key.
+Cause: Hydra merges overrides by key and offers no check of a group's own.
+Upstream: hydra-core 1.3, _internal/config_loader_impl.py, ConfigLoaderImpl.load_configuration. No issue known.
+Remove when: Hydra's message names the nearest key.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+from verl_patches.wrap import wrap
+
+MODULE = "hydra._internal.config_loader_impl"
+VERSIONS = {"hydra-core": ">=1.3,<1.4"}
+
+
+def apply(module: ModuleType, check: Callable[[list[str]], None]) -> None:
+    """check: called with the overrides of every composition; a ValueError of its becomes Hydra's own kind of error, one line at the end."""
+    from hydra.errors import ConfigCompositionException
+
+    def load_configuration(load, self, config_name, overrides, *args, **kwargs):
+        try:
+            check(overrides)
+        except ValueError as error:
+            raise ConfigCompositionException(str(error)) from None
+        return load(self, config_name, overrides, *args, **kwargs)
+
+    wrap(module.ConfigLoaderImpl, "load_configuration", load_configuration, patch=__name__)
