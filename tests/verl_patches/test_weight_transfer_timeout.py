@@ -4,15 +4,15 @@ import asyncio
 import importlib.util
 import inspect
 import threading
-import time
 import types
 from pathlib import Path
 
 import pytest
 import torch
 import verl
+from patch_cases import OUTSIDE, asked
 
-from verl_patches import weight_transfer_timeout
+from verl_patches import ours, weight_transfer_timeout
 
 pytest.importorskip("zmq")
 
@@ -32,6 +32,12 @@ weight_transfer_timeout.apply(patched)
 WEIGHTS = [("a", torch.arange(100.0)), ("b", torch.ones(3, dtype=torch.bfloat16)), ("c", torch.zeros(200_000))]
 
 
+@pytest.fixture(autouse=True)
+def trainers_process(monkeypatch):
+    """The process in which these tests send is that of a trainer of ours."""
+    monkeypatch.setattr(ours, "_engine_lives_here", True)
+
+
 @pytest.fixture
 def handle(tmp_path) -> str:
     return f"ipc://{tmp_path}/socket"
@@ -47,12 +53,11 @@ def test_defect_is_still_there():
     assert "zmq.REQ" in source and "TIMEO" not in source
 
 
+@pytest.mark.timeout(60)
 def test_an_engine_that_is_gone_ends_the_transfer(handle, monkeypatch):
     monkeypatch.setenv("MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT", "0.5")
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="rollout engine took no weights for 0.5 s: it has died or hangs"):
+    with pytest.raises(RuntimeError, match="rollout engine took no weights for 0.5 s"):
         send(handle)
-    assert time.monotonic() - start < 5
 
 
 def test_an_engine_that_fails_in_between_ends_the_transfer(handle, monkeypatch):
@@ -114,3 +119,19 @@ def test_a_bad_limit_is_named(value, monkeypatch):
 def test_missing_name_raises():
     with pytest.raises(AttributeError, match="BucketedWeightSender"):
         weight_transfer_timeout.apply(types.ModuleType(weight_transfer_timeout.MODULE))
+
+
+def test_other_trainers_wait_as_without_the_patch(handle, monkeypatch):
+    import zmq
+
+    monkeypatch.setattr(ours, "_engine_lives_here", False)
+    sender = patched.BucketedWeightSender(zmq_handle=handle, bucket_size_mb=1, use_shm=True)
+    sender._init_socket()
+    assert sender.socket.getsockopt(zmq.RCVTIMEO) == sender.socket.getsockopt(zmq.SNDTIMEO) == -1
+    sender.socket.close(linger=0)
+
+
+@pytest.mark.parametrize("version", OUTSIDE)
+def test_nothing_outside_the_gate(version):
+    assert weight_transfer_timeout.MODULE not in asked(version)
+    assert weight_transfer_timeout.MODULE in asked("0.9.1")

@@ -7,7 +7,7 @@ from omegaconf import open_dict
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from megatrain_rl.verl_plugin.driver import gpu_share
-from megatrain_rl.verl_plugin.driver.gpu_share import Card, resolve, visible_card
+from megatrain_rl.verl_plugin.driver.gpu_share import Card, visible_card
 
 GIB = 2**30
 H100 = Card(total_bytes=80 * GIB, free_bytes=79 * GIB)
@@ -29,6 +29,13 @@ def composed(*overrides: str):
     ]
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=base + list(overrides))
+
+
+def resolve(config, read_card) -> None:
+    """As driver/prepare.py does."""
+    card = gpu_share.shared_card(config, read_card)
+    with open_dict(config):
+        config.actor_rollout_ref.rollout.gpu_memory_utilization = gpu_share.engine_fraction(config, card)
 
 
 def share(config) -> float:

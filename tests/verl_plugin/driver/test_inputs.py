@@ -100,9 +100,7 @@ def test_an_unknown_logger_is_named(logger):
 
 def test_a_logger_that_is_not_installed_is_named(monkeypatch):
     find = inputs.importlib.util.find_spec
-    monkeypatch.setattr(
-        inputs.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name)
-    )
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
     with pytest.raises(ValueError, match="has tensorboard, and tensorboard is not installed: pip install tensorboard"):
         validated("trainer.logger=[console,tensorboard]")
 

@@ -1,4 +1,4 @@
-"""verl_patches/ref_in_actor.py: defect still there, mended by the patch, nothing outside the gate."""
+"""Reference log-probs come from the actor's engine: VERL would build a second one, the driver has it ask the first."""
 
 import pytest
 from test_plugin_config import DP, OURS, RUN, composed, validate
@@ -6,9 +6,7 @@ from verl.trainer.main_ppo_v0 import BaseTaskRunner
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import get_trainer_cls
 
-import verl_patches
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
-from verl_patches import ref_in_actor
 
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 
@@ -25,12 +23,12 @@ def roles(config) -> set:
     return set(v1.role_worker_mapping)
 
 
-def test_defect_is_still_there():
+def test_verl_alone_would_build_a_second_engine():
     assert roles(composed(*RUN, *DP, KL)) == {Role.ActorRolloutRef}
 
 
 @pytest.mark.parametrize("kl", [KL, "algorithm.use_kl_in_reward=true"])
-def test_patch_mends_it(kl):
+def test_the_driver_has_verl_ask_the_actor(kl):
     config = validate(*DP, kl)
     assert config.actor_rollout_ref.model.lora_adapter_path == REFERENCE_MARKER
     assert roles(config) == {Role.ActorRollout}
@@ -45,14 +43,7 @@ def test_reference_of_another_strategy_is_left_alone():
     assert roles(config) == {Role.ActorRolloutRef}
 
 
-def test_model_engine_needs_no_patch_and_null_asks_for_a_separate_reference():
+def test_model_engine_does_so_itself_and_null_asks_for_a_separate_reference():
     assert roles(composed(*RUN, *OURS, KL)) == {Role.ActorRollout}
     separate = validate(*OURS, KL, "actor_rollout_ref.model.lora_adapter_path=null", "trainer.device=cpu")
     assert roles(separate) == {Role.ActorRolloutRef}
-
-
-@pytest.mark.parametrize("version", ["0.9.0", "0.10.0"])
-def test_nothing_outside_the_gate(version):
-    asked = []
-    verl_patches.install(lambda name, hook: asked.append(name), version=version)
-    assert ref_in_actor.MODULE not in asked

@@ -1,0 +1,27 @@
+"""What the tests of every patch ask: is it applied in tested versions only, and does it raise where a name is missing."""
+
+import types
+
+import verl_patches
+
+OUTSIDE = ("0.9.0", "0.9.1rc1", "0.9.2", "0.10.0.dev0", "1.0")
+
+
+def asked(verl: str, **found: str) -> list[str]:
+    """The modules that patches wait for, with this VERL installed."""
+    modules: list[str] = []
+    verl_patches.install(
+        lambda module, hook: modules.append(module),
+        prepare=unexpected, check_overrides=unexpected, attach_monitor=unexpected,
+        found={"verl": verl} | found,
+    )  # fmt: skip
+    return modules
+
+
+def unexpected(*arguments) -> None:
+    raise AssertionError("called")
+
+
+def empty(name: str) -> types.ModuleType:
+    """A module of that name in which every name is missing."""
+    return types.ModuleType(name)
