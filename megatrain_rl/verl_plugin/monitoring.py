@@ -34,10 +34,13 @@ class StepLog:
 
     def __init__(self, monitor: RunMonitor):
         self._monitor = monitor
+        self._readable = True
         self._waited_s = dict.fromkeys(_WAITED, 0.0)
 
     def add(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """What to log instead of `data`: the same and ours. As given after an error."""
+        if not self._readable:
+            return data
         try:
             waits_s = {}
             for reported, name in _WAITED.items():
@@ -47,6 +50,7 @@ class StepLog:
                     self._waited_s[reported] = waited_s
             stages_s = {key.removeprefix("timing_s/"): float(data[key]) for key in data if key.startswith("timing_s/")}
         except Exception:
+            self._readable = False
             self._monitor.give_up()
             return data
         trains = any(key in data for key in _STEP_KEYS)
