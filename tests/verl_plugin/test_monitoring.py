@@ -102,7 +102,7 @@ def test_memory_is_sampled_from_the_start(tmp_path):
     made.log({"val-core/x": 1.0}, 0)
     made.finish()
     first = report.read(tmp_path / "megatrain")[0]["memory"]["time"][0]
-    assert began - 0.1 <= first <= report.start(tmp_path / "megatrain")
+    assert began - 0.1 <= first <= report.start(tmp_path / "megatrain") + 0.01, "within the rounding of the record"
     assert report.startup_s(tmp_path / "megatrain") == {"data": 3.0}
     assert not watch._thread.is_alive()
 
