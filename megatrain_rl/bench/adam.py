@@ -18,8 +18,8 @@ from megatrain_rl.bench.arguments import add_common, run_device
 from megatrain_rl.bench.ceilings import host_copy_gb_s
 from megatrain_rl.bench.flops import adamw_bytes_per_parameter
 from megatrain_rl.bench.host_blocks import ADAMW, GRADIENT_SCALE, HostBlock, fill_with_noise, host_blocks, scalars
+from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record
-from megatrain_rl.bench.series import MemoryMeter
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.ops.build import load_library

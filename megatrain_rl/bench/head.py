@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 
 from megatrain_rl.bench.arguments import add_common, add_model, run_device
 from megatrain_rl.bench.ceilings import matmul_tflops, timed
+from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record
-from megatrain_rl.bench.series import MemoryMeter
 from megatrain_rl.bench.shapes import shape_config
 from megatrain_rl.head import Head, HeadStats, chunks
 

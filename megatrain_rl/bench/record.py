@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain_rl.profiling import environment
+from megatrain_rl.bench.environment import environment
 
 # Where records live in the repository; a record's command names its file there, wherever it was written.
 RECORDS = "recipes/records"

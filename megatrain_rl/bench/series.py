@@ -10,14 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from megatrain_rl.bench.ceilings import Ceilings
 from megatrain_rl.bench.flops import LightSpeed
 from megatrain_rl.bench.record import Record
-from megatrain_rl.profiling import MemorySampler
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,24 +46,6 @@ def run_series(
             intervals.append(now - previous)
         previous = now
     return Series(intervals=intervals, total=previous - start)
-
-
-class MemoryMeter:
-    """Memory of this process from `__init__` to `report`: GPU by NVML and by the allocator, host by the kernel."""
-
-    def __init__(self):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        self._sampler = MemorySampler().start()
-
-    def report(self, record: Record, case: str) -> None:
-        self._sampler.stop()
-        if torch.cuda.is_available():
-            record.result(case, "trainer_process_peak_gib", self._sampler.gpu_peak_bytes / GIB, "GiB")
-            record.result(case, "allocated_peak_gib", torch.cuda.max_memory_allocated() / GIB, "GiB")
-            record.result(case, "reserved_peak_gib", torch.cuda.max_memory_reserved() / GIB, "GiB")
-            record.say(f"{torch.cuda.memory_stats().get('num_alloc_retries', 0)} allocation retries")
-        record.result(case, "host_rss_gib", self._sampler.rss_peak_bytes / GIB, "GiB")
 
 
 def report_speed(

@@ -26,8 +26,9 @@ from megatrain_rl.bench.arguments import (
 from megatrain_rl.bench.ceilings import Ceilings, measure_ceilings
 from megatrain_rl.bench.data import ADVANTAGE_STD, PolicyGradientSurrogate, packed_batches
 from megatrain_rl.bench.flops import light_speed, mean_flops, step_traffic
+from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record, check_writable
-from megatrain_rl.bench.series import MemoryMeter, report_speed, run_series
+from megatrain_rl.bench.series import report_speed, run_series
 from megatrain_rl.bench.shapes import shape_config
 from megatrain_rl.bench.trace import draw_timeline, profile_step
 from megatrain_rl.config import AdamWConfig, StreamConfig

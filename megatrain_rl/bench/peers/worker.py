@@ -14,12 +14,12 @@ import torch
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.arguments import Case, parse_case, read_config, run_device
 from megatrain_rl.bench.data import PolicyGradientSurrogate, packed_batches
+from megatrain_rl.bench.memory import GIB, MemoryMeter
 from megatrain_rl.bench.peers.engine import PeerEngine
-from megatrain_rl.bench.series import GIB, run_series
+from megatrain_rl.bench.series import run_series
 from megatrain_rl.bench.shapes import shape_config
 from megatrain_rl.bench.step import StepMode
 from megatrain_rl.host.machine import usable_cores
-from megatrain_rl.profiling import MemorySampler
 
 # Before a line that `run` reads; everything else an engine prints is its own.
 PREFIX = "PEER:: "
@@ -79,9 +79,7 @@ def run_case(engine: PeerEngine, case: Case, arguments: argparse.Namespace) -> d
     """Figures of one case: see `run` for their meaning."""
     batches = make_batches(engine, case, arguments, count=arguments.warmup + arguments.steps)
     lines: list[str] = []
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    sampler = MemorySampler().start()
+    memory = MemoryMeter()
     series = run_series(
         lambda i: engine.step(*batches[i]),
         engine.finish,
@@ -89,12 +87,12 @@ def run_case(engine: PeerEngine, case: Case, arguments: argparse.Namespace) -> d
         steps=arguments.steps,
         say=lines.append,
     )
-    sampler.stop()
+    memory.stop()
     return {
         "case": case.name,
         "tokens_per_s": case.tokens / series.median,
-        "peak_gib": sampler.gpu_peak_bytes / GIB,
-        "host_rss_gib": sampler.rss_peak_bytes / GIB,
+        "peak_gib": memory.gpu_peak_bytes / GIB,
+        "host_rss_gib": memory.rss_peak_bytes / GIB,
         "lines": lines,
     }
 
