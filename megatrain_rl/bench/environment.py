@@ -1,4 +1,4 @@
-"""What a record was measured on: hardware, versions and commit."""
+"""The hardware, versions and commit that a record was measured with."""
 
 import contextlib
 import importlib.metadata
@@ -13,8 +13,8 @@ import torch
 
 
 def environment() -> dict[str, Any]:
-    """The fields `commit`, `hardware`, `versions` and `date` of a record. May make a CUDA context. The environment variable
-    MEGATRAIN_COMMIT names the commit of a copy without git."""
+    """The fields `commit`, `hardware`, `versions` and `date` of a record; asking for them may make a CUDA context. The
+    environment variable MEGATRAIN_COMMIT names the commit of a copy without git."""
     return {
         "commit": os.environ.get("MEGATRAIN_COMMIT") or _commit() or "unknown",
         "hardware": _hardware(),

@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
 
 
 class _HeadPhase:
-    """The package's functions, and the products that no implementation can leave out: logits, and for the way back the gradients of
-    hidden states and matrix. Recomputed logits are not among them."""
+    """The package's head, and the matrix products that no implementation of it can leave out. Those are the logits, and
+    for the way back the gradients of hidden states and matrix. Recomputed logits are not among them."""
 
     def __init__(self, head: Head, config: PretrainedConfig, arguments: argparse.Namespace, device: torch.device):
         generator = torch.Generator(device=device).manual_seed(0)

@@ -69,7 +69,7 @@ class _AdamWLoad:
         self._thread.start()
 
     def stop(self) -> float:
-        """Parameters a second so far; raises what went wrong on the thread."""
+        """End it; returns parameters a second. RuntimeError for what went wrong on the thread."""
         self._stop.set()
         self._thread.join()
         if self._error is not None:

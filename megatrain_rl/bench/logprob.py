@@ -1,4 +1,7 @@
-"""`megatrain-rl bench logprob`: forward only, as for old and reference log-probs; the trainer has no gradients and no optimizer."""
+"""`megatrain-rl bench logprob`: forward only, as for old and reference log-probs.
+
+The trainer has no gradients and no optimizer.
+"""
 
 import argparse
 import time

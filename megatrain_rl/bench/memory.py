@@ -31,8 +31,8 @@ class MemoryMeter:
         self._sampler.start()
 
     def stop(self) -> None:
-        """End it. RuntimeError for what went wrong in it, and if NVML never saw this process: inside a container it may list other
-        process ids."""
+        """End it. RuntimeError for what went wrong meanwhile, and if NVML never saw this process: inside a container it
+        may list other process ids."""
         self._sampler.stop()
         if self._errors:
             raise RuntimeError("sampling memory failed") from self._errors[0]

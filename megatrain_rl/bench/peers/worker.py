@@ -1,6 +1,6 @@
-"""`python -m megatrain_rl.bench.peers.worker`: one engine in a fresh process, started by `run`. Prints one JSON line per case.
+"""`python -m megatrain_rl.bench.peers.worker`: one engine, started by run.py. Prints one JSON line per case.
 
-A process of its own per engine: fresh memory, and no library sees another's allocator or process group.
+Each engine has a process of its own: its memory is fresh, and no library sees another's allocator or process group.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def make_engine(arguments: argparse.Namespace, device: torch.device) -> PeerEngi
 def make_batches(
     engine: PeerEngine, case: Case, arguments: argparse.Namespace, *, count: int
 ) -> list[tuple[list[PackedBatch], PolicyGradientSurrogate]]:
-    """What `count` steps are given; made before the clock runs."""
+    """Packs and objectives of `count` steps, made before the clock runs."""
     vocab = shape_config(arguments.shape).vocab_size
     data = packed_batches(
         case.tokens, arguments.mean_length, vocab, max_tokens=engine.pack_tokens, seed=arguments.seed, count=count
@@ -76,7 +76,7 @@ def make_batches(
 
 
 def run_case(engine: PeerEngine, case: Case, arguments: argparse.Namespace) -> dict:
-    """Figures of one case: see `run` for their meaning."""
+    """Time one case; returns its figures, which run.py puts into the record."""
     batches = make_batches(engine, case, arguments, count=arguments.warmup + arguments.steps)
     lines: list[str] = []
     memory = MemoryMeter()
@@ -102,7 +102,7 @@ def _report(content: dict) -> None:
 
 
 def _single_process_group() -> None:
-    """What torch.distributed reads of a world of one process."""
+    """Set the environment variables from which torch.distributed makes a world of one process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
