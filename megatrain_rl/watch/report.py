@@ -58,7 +58,7 @@ class Stages:
         return [*self.in_step.values(), "other", *self.after_step.values()]
 
     def seconds(self, stages_s: dict[str, float]) -> list[float]:
-        """What each of `labels` took of a step with these seconds by stage, of which "step" is the whole."""
+        """The seconds of each of `labels` in a step with these seconds by stage, of which "step" is the whole."""
         within = [stages_s.get(name, 0.0) for name in self.in_step]
         other = max(0.0, stages_s["step"] - sum(within))
         return [*within, other, *(stages_s.get(name, 0.0) for name in self.after_step)]
@@ -203,7 +203,7 @@ def _draw_stages(lines: Sequence[dict[str, Any]], named: dict[str, Any] | None, 
 
 
 def _stages(steps: Sequence[dict[str, Any]], named: dict[str, Any] | None) -> Stages:
-    """What the start's line names; without that, whatever the steps have, under its own name."""
+    """The stages that the start's line names; without a name, all that the steps have, as they are called."""
     if named is not None:
         return Stages(**named)
     return Stages(in_step={name: name for line in steps for name in line["stages_s"] if name != "step"})

@@ -1,4 +1,4 @@
-"""Stand-ins for /proc and NVML: a run under Ray whose processes, GPUs and errors are as a test wants them; and stages."""
+"""Stand-ins for /proc and NVML, so that a run under Ray has the processes, GPUs and errors that a test wants."""
 
 import os
 import types

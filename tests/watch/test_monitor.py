@@ -1,4 +1,4 @@
-"""Each step gets its metrics and the run its record and pictures, also when it fails. A broken monitor stops nothing."""
+"""Each step gets its metrics, and each run its record and pictures, failed or not. A broken monitor stops nothing."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ def fake_run() -> MemoryWatch:
 
 
 def test_a_step_gets_its_metrics_and_a_line(tmp_path):
-    """A step that trains nothing, such as a validation by itself, gets no peaks. What the caller hands over stays as it is."""
+    """A step that trains nothing, such as a validation by itself, gets no peaks. The caller's dict stays as it is."""
     monitor = RunMonitor(tmp_path / "out", this_process())
     assert monitor.observe(0, trains=False, stages_s={}, metrics={}) == {}
     for step, waited in ((1, 0.5), (2, 1.75)):
@@ -104,7 +104,7 @@ def test_folder_that_cannot_be_written(tmp_path):
 
 
 def test_forgotten_monitor_still_leaves_the_pictures(tmp_path):
-    """Of a run that fails with a monitor that nobody closes, record and pictures come at exit."""
+    """When a run fails and nobody closes its monitor, record and pictures come at exit."""
     code = f"""
 from pathlib import Path
 from megatrain_rl.watch.memory import MemoryWatch
@@ -157,3 +157,8 @@ def test_forked_child_leaves_the_record_alone(tmp_path):
     monitor._pid -= 1
     monitor.close()
     assert (tmp_path / "out" / "memory.png").exists()
+
+
+def test_watching_needs_neither_torch_nor_verl():
+    code = "import sys, megatrain_rl.watch.monitor; assert not {'torch', 'verl', 'ray'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -69,7 +69,7 @@ def test_pictures_are_drawn(tmp_path, steps, stages, gpu):
 
 
 def test_bars_are_made_of_the_stages_that_the_start_names(tmp_path, bars):
-    """In the order and under the labels that it gives; those that took no time and those that it does not name are left out."""
+    """They have its order and its labels. Stages that took no time, or that it does not name, are left out."""
     named = report.Stages(in_step={"gen": "generate", "reward": "reward"}, after_step={"update_weights": "weight sync"})
     write_run(tmp_path, steps=2, stages=named)
     report.draw(tmp_path)
