@@ -124,5 +124,5 @@ def _layer_parameters(spec: DecoderSpec) -> int:
 
 
 def _head_parameters(spec: DecoderSpec) -> int:
-    """Count those of the final norm and the output matrix, tied or not."""
+    """Parameters of the final norm and of the output matrix, tied or not."""
     return spec.head.layout.num_parameters + (spec.embed.layout.num_parameters if spec.tied else 0)
