@@ -1,4 +1,4 @@
-"""The command `megatrain-rl`."""
+"""The command `megatrain-rl`: benchmarks of this machine. It makes their record and puts it in its place."""
 
 import argparse
 import signal

@@ -1,10 +1,11 @@
-"""`megatrain-rl bench adam`: the native host AdamW against the memory it moves and against the optimizers of torch and DeepSpeed.
+"""`megatrain-rl bench adam`: the native host AdamW against the memory it moves, and against torch's and DeepSpeed's.
 
-A figure is parameters a second over whole passes of more memory than any cache holds; the median of five passes at the best of a few
-thread counts. The others step fp32 parameters with fp32 gradients, their own natural layout, as many parameters in all.
+A figure is parameters a second, the median of five passes over more memory than any cache holds, at the best of a few
+thread counts. The other optimizers step as many fp32 parameters with fp32 gradients, which is their own natural layout.
 """
 
 import argparse
+import contextlib
 import ctypes
 import statistics
 import time
@@ -18,8 +19,8 @@ from megatrain_rl.bench.arguments import add_common, run_device
 from megatrain_rl.bench.ceilings import host_copy_gb_s
 from megatrain_rl.bench.flops import adamw_bytes_per_parameter
 from megatrain_rl.bench.host_blocks import ADAMW, GRADIENT_SCALE, HostBlock, fill_with_noise, host_blocks, scalars
+from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record
-from megatrain_rl.bench.series import MemoryMeter
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.ops.build import load_library
@@ -65,7 +66,8 @@ class Rate:
 
 
 def thread_counts(wanted: list[int] | tuple[int, ...]) -> list[int]:
-    """Those of `wanted` that this process has cores for; all its cores when it has fewer than the least."""
+    """Keep those of `wanted` that this process has cores for; all its cores when it has fewer than the least of
+    them."""
     if min(wanted) < 1:
         raise ValueError(f"--threads {min(wanted)}: must be at least 1")
     return [n for n in wanted if n <= usable_cores()] or [usable_cores()]
@@ -141,7 +143,7 @@ def _fp32_parameters(parameters: int, *, each: int = 1 << 26) -> list[nn.Paramet
 def _measure(
     name: str, one_pass: Callable[[int], None], parameters: int, passes: int, threads: list[int], record: Record
 ) -> Rate:
-    """One pass to warm up at each thread count, then `passes` timed; the best count's median."""
+    """Time `passes` passes at each thread count, after one to warm up; returns the median at the best thread count."""
     before = torch.get_num_threads()
     rates = []
     try:
@@ -166,8 +168,7 @@ def _measure(
 
 def _set_threads(count: int) -> None:
     torch.set_num_threads(count)
-    try:
-        # DeepSpeed's op is built against the system's OpenMP, which is not the one torch brings along
+    # DeepSpeed's op is built against the system's OpenMP, not the one torch brings along; where there is none, nothing
+    # uses it
+    with contextlib.suppress(OSError):
         ctypes.CDLL("libgomp.so.1").omp_set_num_threads(count)
-    except OSError:
-        pass  # no such library, so nothing uses it

@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines have in common: options, and how cases and settings are read."""
+"""Options that the benchmarks' command lines share, and how cases and settings are read."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from megatrain_rl.config import StreamConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One line of results: so many tokens in one step."""
+    """One line of results: its name, and the tokens of one step."""
 
     name: str
     tokens: int
@@ -51,7 +51,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def read_cases(arguments: argparse.Namespace, *, default: Sequence[str]) -> list[Case]:
-    """Cases in the order given; also checks --steps and --warmup."""
+    """The cases in the order given. Checks --steps, --warmup and --mean-length too. ValueError names the option."""
     if arguments.steps < 3:
         raise ValueError(f"--steps {arguments.steps}: must be at least 3, the figure is a median")
     if arguments.warmup < 0:
@@ -77,7 +77,7 @@ def parse_case(text: str) -> Case:
 
 
 def read_settings(items: Sequence[str]) -> dict[str, Any]:
-    """KNOB=VALUE pairs; a value is JSON where it can be (9, true, null), else text."""
+    """Read KNOB=VALUE pairs. A value is JSON where it can be (9, true, null), else text. ValueError without "="."""
     knobs: dict[str, Any] = {}
     for item in items:
         name, equals, value = item.partition("=")

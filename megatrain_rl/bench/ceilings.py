@@ -1,7 +1,7 @@
-"""What this machine can do at best, measured in the run that is compared with it: matrix product, link, host memory.
+"""The best that this machine can do (matrix product, link, host memory), measured in the run that is compared with it.
 
-Times are wall times of a batch of equal operations between two synchronisations, so launches cost nothing. On a CPU the link is a
-copy in memory: its figure has no meaning and lets the commands run.
+Times are wall times of a batch of equal operations between two synchronisations, so launches cost nothing. On a CPU the
+link is a copy in memory: its figure has no meaning and lets the commands run.
 """
 
 import statistics
@@ -24,9 +24,14 @@ HOST_COPY_BYTES = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """bf16 TFLOP/s of a square product of random numbers, kept up for seconds and in the best fiftieth of a second; GB/s (1e9) up, down
-    and both ways together over the link from pinned memory; GB/s read plus written on every core by a host copy, and by an update in place
-    (a copy reads what it is about to overwrite too, which its figure does not count)."""
+    """The ceilings; GB/s are 1e9 bytes a second.
+
+    matmul_tflops: bf16 TFLOP/s of a square product of random numbers, kept up for seconds. matmul_burst_tflops: the
+    same in the best fiftieth of a second.
+    h2d_gb_s, d2h_gb_s, both_gb_s: over the link from pinned memory: up, down, and both ways together.
+    host_copy_gb_s, host_update_gb_s: read plus written on every core, by a copy in host memory and by an update in
+    place. (A copy reads what it is about to overwrite too, which its figure does not count.)
+    """
 
     matmul_tflops: float
     matmul_burst_tflops: float
@@ -38,7 +43,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, record: Record, *, quick: bool) -> Ceilings:
-    """All of them, a line each; leaves no memory behind."""
+    """Measure all of them and say a line of each; no memory is left behind."""
     matmul, burst = matmul_tflops(device, record, quick=quick)
     link = LinkProbe(device, quick=quick)
     h2d, d2h, both = link.h2d(), link.d2h(), link.both()
@@ -56,10 +61,11 @@ def measure_ceilings(device: torch.device, record: Record, *, quick: bool) -> Ce
 
 
 def matmul_tflops(device: torch.device, record: Record, *, quick: bool) -> tuple[float, float]:
-    """(sustained, burst) of bf16 (size x size) products of standard normal numbers; zeros would draw less power and run faster.
+    """(sustained, burst) TFLOP/s of bf16 (size x size) products.
 
-    A card at its power limit lowers its clock after a fraction of a second, and a training step lasts seconds: sustained is the median
-    of the last two thirds of MATMUL_SECONDS of nothing but products, burst the best reading of all.
+    The factors are standard normal numbers; zeros would draw less power and run faster. A card at its power limit
+    lowers its clock after a fraction of a second, and a training step lasts seconds: sustained is the median of the
+    last two thirds of MATMUL_SECONDS of nothing but products, burst the best reading of all.
     """
     tiny = quick or device.type == "cpu"
     size = 256 if tiny else MATMUL_SIZE
@@ -87,15 +93,15 @@ def _matmul_seconds(device: torch.device, size: int, duration: float) -> list[fl
 
 
 def host_copy_gb_s(record: Record, *, quick: bool) -> float:
-    """GB/s read plus written by `copy_` of one fp32 tensor on every usable core; median. Both tensors lie in memory like the
-    trainer's, on huge pages where the system has them."""
+    """GB/s read plus written by `copy_` of one fp32 tensor on every usable core, the median of some readings. Both
+    tensors lie in memory like the trainer's, on huge pages where the system has them."""
     source, target = (_host_tensor(quick) for _ in range(2))
     return _host_gb_s("copy", lambda: target.flat.copy_(source.flat), source.flat.nbytes, record)
 
 
 def host_update_gb_s(record: Record, *, quick: bool) -> float:
-    """GB/s read plus written by `mul_` of one fp32 tensor on every usable core; median. The traffic of an optimizer: what is written has
-    been read."""
+    """GB/s read plus written by `mul_` of one fp32 tensor on every usable core, the median of some readings. It is the
+    traffic of an optimizer, which has read what it writes."""
     target = _host_tensor(quick)
     return _host_gb_s("update in place", lambda: target.flat.mul_(1.0), target.flat.nbytes, record)
 
@@ -123,7 +129,7 @@ def _host_gb_s(name: str, operation: Callable[[], object], num_bytes: int, recor
 
 
 class LinkProbe:
-    """Two pinned host buffers and two device buffers; each method is one figure in GB/s, the median of five readings."""
+    """Two pinned host buffers and two device buffers. Each figure is in GB/s, the median of five readings."""
 
     def __init__(self, device: torch.device, *, quick: bool):
         numel = 1 << 20 if quick or device.type == "cpu" else LINK_BYTES
@@ -140,7 +146,7 @@ class LinkProbe:
         return self._gb_s(up=False, down=True)
 
     def both(self) -> float:
-        """Sum of both directions."""
+        """Copies in both directions at once; the sum of the two."""
         return self._gb_s(up=True, down=True)
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ ADVANTAGE_STD = 0.02
 
 
 def random_lengths(tokens: int, mean_length: int, *, seed: int) -> list[int]:
-    """Lengths of 0.5 to 1.5 times the mean, `tokens` in all; not equal, as in practice. A single one may be shorter."""
+    """Lengths of 0.5 to 1.5 times the mean, `tokens` in all; not equal, as in practice. A single one may be shorter.
+    ValueError for fewer than 1 token or a mean below 2."""
     if tokens < 1 or mean_length < 2:
         raise ValueError(f"{tokens} tokens in sequences of --mean-length {mean_length}: need at least 1 and 2")
     count = max(1, round(tokens / mean_length))
@@ -55,11 +56,12 @@ def packed_batches(
 
 
 class PolicyGradientSurrogate:
-    """-sum(advantage_T * log_prob_T) / tokens of the mini-batch, with normal advantages of standard deviation `std`.
+    """The loss -sum(advantage_T * log_prob_T) / tokens of the mini-batch, with normal advantages of standard deviation
+    `std`.
 
-    The gradient of the first inner step of GRPO. On random weights a token's gradient is tens of times that of a trained model
-    (norm 10 of a 7 B model on 16k tokens at std 1); the default brings the norm to where RL runs have it, a few tenths, below the
-    clipping limit.
+    Its gradient is that of the first inner step of GRPO. On random weights a token's gradient is tens of times that of
+    a trained model (norm 10 of a 7 B model on 16k tokens at std 1); the default brings the norm to where RL runs have
+    it, a few tenths, below the clipping limit.
     """
 
     def __init__(self, packs: Sequence[PackedBatch], *, seed: int, std: float = ADVANTAGE_STD):

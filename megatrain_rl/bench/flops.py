@@ -28,18 +28,19 @@ def matmul_parameters(spec: DecoderSpec) -> int:
 
 
 def attention_flops(spec: DecoderSpec, lengths: Sequence[int]) -> float:
-    """Of one causal forward over sequences of these lengths, all layers."""
+    """FLOPs of one causal forward over sequences of these lengths, in all layers."""
     width = sum(block.layout.slots[_QUERY_WEIGHT].shape[0] for block in spec.layers)
     return 2 * 2 * width * sum(n * n / 2 for n in lengths)
 
 
 def useful_flops(spec: DecoderSpec, lengths: Sequence[int], *, train: bool) -> float:
+    """FLOPs of one training step, or of one forward, over sequences of these lengths; see the top of this file."""
     forward = 2 * matmul_parameters(spec) * sum(lengths) + attention_flops(spec, lengths)
     return 3 * forward if train else forward
 
 
 def mean_flops(spec: DecoderSpec, batches: Sequence[Sequence[PackedBatch]], *, train: bool) -> float:
-    """`useful_flops` of a batch, the mean over these; lengths differ from one to the next, and with them attention."""
+    """The mean of `useful_flops` over these batches: lengths differ from one to the next, and with them attention."""
     return statistics.fmean(
         useful_flops(spec, [n for pack in packs for n in pack.cu_seqlens.diff().tolist()], train=train)
         for packs in batches
@@ -56,8 +57,8 @@ class Traffic:
 
 
 def step_traffic(spec: DecoderSpec, config: StreamConfig, tokens: int, *, sweeps: int) -> Traffic:
-    """Of a training step in `sweeps` sweeps: layers' weights up twice a sweep and the head's once, gradients down once a sweep and
-    up again in each after the first; layer inputs down and up."""
+    """Bytes of a training step in `sweeps` sweeps. Layers' weights go up twice a sweep, the head's once. Gradients come
+    down once a sweep and go up again in each sweep after the first. Layer inputs go down and up."""
     weight, grad = config.param_torch_dtype.itemsize, config.grad_torch_dtype.itemsize
     inputs = math.ceil(spec.num_layers / config.checkpoint_interval) * tokens * spec.hidden_size * weight
     gradients = spec.num_parameters * grad
@@ -70,23 +71,26 @@ def step_traffic(spec: DecoderSpec, config: StreamConfig, tokens: int, *, sweeps
 
 
 def forward_traffic(spec: DecoderSpec, config: StreamConfig, tokens: int, *, sweeps: int) -> Traffic:
-    """Of a forward: each weight up once a sweep, and the embedded tokens."""
+    """Bytes of a forward: each weight goes up once a sweep, and so do the embedded tokens."""
     weight = config.param_torch_dtype.itemsize
     weights = sweeps * weight * (_layer_parameters(spec) + _head_parameters(spec))
     return Traffic(up=weights + tokens * spec.hidden_size * weight, down=0, optimizer=0)
 
 
 def adamw_bytes_per_parameter(config: StreamConfig) -> int:
-    """Read and written by one update: weight, residual and both moments each way, the gradient once. 26 with bf16 weights and fp32
-    moments, 18 with bf16 moments."""
+    """Bytes that one update reads and writes: weight, residual and both moments each way, the gradient once. That is 26
+    with bf16 weights and fp32 moments, 18 with bf16 moments."""
     return 2 * state_bytes_per_parameter(config) + config.grad_torch_dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class LightSpeed:
-    """Seconds that each part of the machine needs for a step if it did nothing else at its ceiling. They work at the same time, so
-    the longest bounds the step. host_memory: what the cores read and write, so the optimizer's traffic; transfers bypass the cores and
-    are counted under link alone."""
+    """Seconds that each part of the machine would need for a step at its ceiling. The parts work at the same time, so
+    the longest bounds the step.
+
+    host_memory: for what the cores read and write, so the optimizer's traffic; transfers bypass the cores and are
+    counted under link alone.
+    """
 
     compute: float
     link: float
@@ -120,5 +124,5 @@ def _layer_parameters(spec: DecoderSpec) -> int:
 
 
 def _head_parameters(spec: DecoderSpec) -> int:
-    """The final norm and the output matrix, tied or not."""
+    """Parameters of the final norm and of the output matrix, tied or not."""
     return spec.head.layout.num_parameters + (spec.embed.layout.num_parameters if spec.tied else 0)

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 
 from megatrain_rl.bench.arguments import add_common, add_model, run_device
 from megatrain_rl.bench.ceilings import matmul_tflops, timed
+from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record
-from megatrain_rl.bench.series import MemoryMeter
 from megatrain_rl.bench.shapes import shape_config
 from megatrain_rl.head import Head, HeadStats, chunks
 
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
 
 
 class _HeadPhase:
-    """The package's functions, and the products that no implementation can leave out: logits, and for the way back the gradients of
-    hidden states and matrix. Recomputed logits are not among them."""
+    """The package's head, and the matrix products that no implementation of it can leave out. Those are the logits, and
+    for the way back the gradients of hidden states and matrix. Recomputed logits are not among them."""
 
     def __init__(self, head: Head, config: PretrainedConfig, arguments: argparse.Namespace, device: torch.device):
         generator = torch.Generator(device=device).manual_seed(0)

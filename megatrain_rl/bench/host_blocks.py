@@ -14,7 +14,8 @@ GRADIENT_SCALE = 1e-3
 
 
 class HostBlock:
-    """Weights and gradients (bf16, pinned where there is CUDA) and the optimizer's state of one layer. dtype: of the moments."""
+    """One layer in host memory: weights and gradients (bf16, pinned where `pin`) and the optimizer's state. dtype: of
+    the moments."""
 
     def __init__(self, block: Block, *, dtype: torch.dtype, pin: bool):
         numel = block.layout.numel
@@ -48,7 +49,8 @@ def scalars(step: int) -> AdamWScalars:
 
 
 def fill_with_noise(flat: torch.Tensor, scale: float) -> None:
-    """Normal numbers, one stretch of them over and over: drawing every one would take longer than what is measured."""
+    """Fill with normal numbers, one stretch of them over and over: drawing every one would take longer than what is
+    measured."""
     stretch = (torch.randn(min(flat.numel(), 1 << 22), generator=torch.Generator().manual_seed(0)) * scale).to(
         flat.dtype
     )

@@ -10,8 +10,8 @@ import torch
 from megatrain_rl.bench.arguments import add_common, run_device
 from megatrain_rl.bench.ceilings import LinkProbe, host_copy_gb_s
 from megatrain_rl.bench.host_blocks import HostBlock, host_blocks, scalars
+from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record
-from megatrain_rl.bench.series import MemoryMeter
 from megatrain_rl.trainer import optimizer_threads
 
 CASE = "link"
@@ -69,7 +69,7 @@ class _AdamWLoad:
         self._thread.start()
 
     def stop(self) -> float:
-        """Parameters a second so far; raises what went wrong on the thread."""
+        """End it; returns parameters a second. RuntimeError for what went wrong on the thread."""
         self._stop.set()
         self._thread.join()
         if self._error is not None:

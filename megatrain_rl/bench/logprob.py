@@ -1,4 +1,7 @@
-"""`megatrain-rl bench logprob`: forward only, as for old and reference log-probs; the trainer has no gradients and no optimizer."""
+"""`megatrain-rl bench logprob`: forward only, as for old and reference log-probs.
+
+The trainer has no gradients and no optimizer.
+"""
 
 import argparse
 import time
@@ -16,8 +19,9 @@ from megatrain_rl.bench.arguments import (
 from megatrain_rl.bench.ceilings import Ceilings, measure_ceilings
 from megatrain_rl.bench.data import packed_batches
 from megatrain_rl.bench.flops import forward_traffic, light_speed, mean_flops
+from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record
-from megatrain_rl.bench.series import MemoryMeter, report_speed, run_series
+from megatrain_rl.bench.series import report_speed, run_series
 from megatrain_rl.bench.shapes import shape_config
 from megatrain_rl.bench.step import describe
 from megatrain_rl.trainer import StreamTrainer

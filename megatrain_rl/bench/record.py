@@ -1,7 +1,8 @@
 """Record: what a benchmark prints and, with --json, leaves behind: command, place, raw lines, results.
 
-Made by the command line, filled by the benchmark, put in its place at the end. Until then, or if it fails, what is known is in
-NAME.json.partial, every figure at once, and the record that was there before stays.
+The command line makes it, the benchmark fills it, and at the end it is put in its place. Until then, or if the
+benchmark fails, all that is known is in NAME.json.partial, every figure at once, and the record that was there before
+stays.
 """
 
 import functools
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain_rl.profiling import environment
+from megatrain_rl.bench.environment import environment
 
 # Where records live in the repository; a record's command names its file there, wherever it was written.
 RECORDS = "recipes/records"
@@ -29,9 +30,9 @@ class Result:
 
 
 class Record:
-    """raw: every line printed. results: the figures, rounded to four significant digits.
+    """The record of one command. raw: every line printed. results: the figures, rounded to four significant digits.
 
-    argv: of `megatrain-rl`; or command: what was run instead.
+    argv: of `megatrain-rl`. command: what was run instead of that, if anything.
     """
 
     def __init__(self, argv: Sequence[str], command: str | None = None):
@@ -52,8 +53,8 @@ class Record:
         self.write()
 
     def keep_in(self, path: Path, *, append: bool = False) -> None:
-        """Where the record will be. append: to a record that is there, of the same commit and machine (`check_append`); a case measured
-        again takes the place of the old one."""
+        """Say where the record will be. append: to a record that is there, of the same commit and machine
+        (`check_append`); a case measured again takes the place of the old one."""
         self._before = json.loads(path.read_text()) if append and path.exists() else None
         self._path = path
         self.write()
@@ -66,11 +67,11 @@ class Record:
 
     @functools.cached_property
     def _environment(self) -> dict[str, Any]:
-        """Asked once and not before there is something to write: it may take a CUDA context."""
+        """Asked for once, and not before there is something to write: it may make a CUDA context."""
         return environment()
 
     def write(self) -> None:
-        """What is known, beside its place."""
+        """Write all that is known, beside the record's place."""
         if self._path is None or not (self.raw or self.results):
             return
         content = {"command": self._command, **self._environment, "raw": self.raw}
@@ -83,7 +84,7 @@ class Record:
 
 
 def partial(path: Path) -> Path:
-    """Where the record `path` is until it is whole."""
+    """The path at which the record `path` is kept until it is whole."""
     return path.with_name(f"{path.name}.partial")
 
 
@@ -98,7 +99,7 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_append(path: Path | None, append: bool) -> None:
-    """A record is of one commit on one machine."""
+    """ValueError if --append has no record, or one of another commit, machine or versions."""
     if not append:
         return
     if path is None:
@@ -111,13 +112,13 @@ def check_append(path: Path | None, append: bool) -> None:
 
 
 def rounded(value: float) -> float:
-    """Four significant digits; whole numbers from 1000 on."""
+    """Round to four significant digits, and to a whole number from 1000 on."""
     short = float(f"{value:.4g}")
     return int(short) if abs(short) >= 1000 else short
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command as anybody can repeat it: files that are written appear under the repository's folder of records."""
+    """The command as anybody can repeat it: files that it writes appear under the repository's folder of records."""
     words: list[str] = []
     for word in argv:
         option, equals, value = word.partition("=")
@@ -130,7 +131,7 @@ def command_line(argv: Sequence[str]) -> str:
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Before minutes of measuring, not after them."""
+    """ValueError if a file cannot be written: told before minutes of measuring, not after them."""
     folder = None if path is None else path.absolute().parent
     if folder is not None and not folder.is_dir():
         raise ValueError(f"{option} {path}: the folder {folder} does not exist")

@@ -1,8 +1,9 @@
 """A series of steps, timed, and the lines and figures that training and forward-only benchmarks share.
 
-Time of a step: the interval between successive returns of the call that ends a step, in an unbroken series. The host optimizer of a
-step may still be running then and overlaps the next step's forward, which its interval therefore pays for; the last interval closes
-with `finish`, which waits for everything. The figure is the median interval; (all of the series) / steps is printed beside it.
+The time of a step is the interval between successive returns of the call that ends a step, in an unbroken series. The
+host optimizer of a step may still be running then and overlaps the next step's forward, which its interval therefore
+pays for; the last interval closes with `finish`, which waits for everything. The figure is the median interval; (all of
+the series) / steps is printed beside it.
 """
 
 import statistics
@@ -10,19 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from megatrain_rl.bench.ceilings import Ceilings
 from megatrain_rl.bench.flops import LightSpeed
 from megatrain_rl.bench.record import Record
-from megatrain_rl.profiling import MemorySampler
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Seconds of each steady step, and of the whole steady series including the wait at its end."""
+    """Seconds of each steady step (`intervals`), and of all of them with the wait at their end (`total`)."""
 
     intervals: list[float]
     total: float
@@ -35,7 +31,8 @@ class Series:
 def run_series(
     step: Callable[[int], str], finish: Callable[[], None], *, warmup: int, steps: int, say: Callable[[str], None]
 ) -> Series:
-    """step(i) runs step i and returns what to print of it. Lines are printed between steps, so cost what a print costs."""
+    """Time `steps` steps after `warmup` others. step(i) runs step i and returns what to print of it. Lines are printed
+    between steps, so they cost what a print costs."""
     intervals: list[float] = []
     start = previous = time.perf_counter()
     for i in range(warmup + steps):
@@ -53,27 +50,10 @@ def run_series(
     return Series(intervals=intervals, total=previous - start)
 
 
-class MemoryMeter:
-    """Memory of this process from `__init__` to `report`: GPU by NVML and by the allocator, host by the kernel."""
-
-    def __init__(self):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        self._sampler = MemorySampler().start()
-
-    def report(self, record: Record, case: str) -> None:
-        self._sampler.stop()
-        if torch.cuda.is_available():
-            record.result(case, "trainer_process_peak_gib", self._sampler.gpu_peak_bytes / GIB, "GiB")
-            record.result(case, "allocated_peak_gib", torch.cuda.max_memory_allocated() / GIB, "GiB")
-            record.result(case, "reserved_peak_gib", torch.cuda.max_memory_reserved() / GIB, "GiB")
-            record.say(f"{torch.cuda.memory_stats().get('num_alloc_retries', 0)} allocation retries")
-        record.result(case, "host_rss_gib", self._sampler.rss_peak_bytes / GIB, "GiB")
-
-
 def report_speed(
     record: Record, case: str, series: Series, *, tokens: int, flops: float, light: LightSpeed, ceilings: Ceilings
 ) -> None:
+    """Put speed, and what it is of each ceiling, into the record. flops: useful ones of a step. light: its bound."""
     seconds = series.median
     tflops = flops / seconds / 1e12
     record.say(

@@ -1,4 +1,4 @@
-"""Real model shapes by name, for runs with random weights. Numbers from the models' published config.json.
+"""Real model shapes by name, for runs with random weights. The numbers are from the models' published config.json.
 
 `tiny` is no published model: it lets every command run in a second on a CPU.
 """
@@ -49,7 +49,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def shape_config(name: str, *, layers: int | None = None) -> PretrainedConfig:
-    """Config of the shape `name`, with `layers` layers when given."""
+    """The config of the shape `name`, with `layers` layers when given. ValueError for an unknown name or no layer."""
     if name not in SHAPES:
         raise ValueError(f"--shape {name}: unknown; known: {', '.join(SHAPES)}")
     if layers is not None and layers < 1:

@@ -1,7 +1,7 @@
 """`megatrain-rl bench step`: whole training steps of a real shape with random weights, timed, with memory by NVML.
 
-How a step is timed: see `series`. What its figures are divided by: see `flops` and `ceilings`; both in the same process, before the
-weights are loaded.
+series.py says how a step is timed; flops.py and ceilings.py say what its figures are divided by. The ceilings are
+measured in the same process, before the weights are loaded.
 """
 
 import argparse
@@ -26,8 +26,9 @@ from megatrain_rl.bench.arguments import (
 from megatrain_rl.bench.ceilings import Ceilings, measure_ceilings
 from megatrain_rl.bench.data import ADVANTAGE_STD, PolicyGradientSurrogate, packed_batches
 from megatrain_rl.bench.flops import light_speed, mean_flops, step_traffic
+from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record, check_writable
-from megatrain_rl.bench.series import MemoryMeter, report_speed, run_series
+from megatrain_rl.bench.series import report_speed, run_series
 from megatrain_rl.bench.shapes import shape_config
 from megatrain_rl.bench.trace import draw_timeline, profile_step
 from megatrain_rl.config import AdamWConfig, StreamConfig
@@ -40,11 +41,11 @@ REFERENCE_INTERVAL = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StepMode:
-    """How a step is run.
+    """The order of work in a step.
 
-    schedule: "layer-major" is this package's. "reference" is that of the implementation it is compared with: one sweep per
-        micro-batch, so weights cross the link about three times for each (forward, recompute, backward), and an optimizer that
-        begins after backward and ends before the next step.
+    schedule: "layer-major" is this package's. "reference" is that of the implementation it is compared with: one sweep
+    per micro-batch, so weights cross the link about three times for each (forward, recompute, backward), and an
+    optimizer that begins after backward and ends before the next step.
     overlap: the optimizer may start beneath backward.
     """
 
@@ -142,7 +143,7 @@ class Workload:
         return one_step(self._trainer, self._mode, self._batches[i], self._objectives[i])
 
     def mean_flops(self, steps: int) -> float:
-        """Of one of the last `steps` steps."""
+        """Useful FLOPs of a step, the mean over the last `steps` steps."""
         return mean_flops(self._trainer.spec, self._batches[-steps:], train=True)
 
     def sweeps(self) -> int:
@@ -151,7 +152,8 @@ class Workload:
 
 
 def one_step(trainer: StreamTrainer, mode: StepMode, packs: list[PackedBatch], objective: Objective) -> str:
-    """Forward, backward, update; returns when `optim_step` does (the reference schedule: when the weights are updated)."""
+    """Run forward, backward and update; returns when `optim_step` does (the reference schedule: when the weights are
+    updated) with what to print of it. RuntimeError if the update was skipped."""
     start = time.perf_counter()
     if mode.schedule == "reference":
         losses = [x for pack in packs for x in trainer.forward_backward([pack], objective, final=False).losses]

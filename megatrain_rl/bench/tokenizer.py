@@ -11,8 +11,9 @@ _CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer(vocab_size: int | None = None) -> PreTrainedTokenizerFast:
-    """Three special tokens and the bytes; up to `vocab_size` follow names that no text encodes to. (A rollout engine does not
-    sample tokens its tokenizer lacks, so it has to have as many as the model.)"""
+    """Three special tokens and the bytes; up to `vocab_size` follow names that no text encodes to. ValueError for a
+    smaller vocabulary. (A rollout engine does not sample tokens its tokenizer lacks, so it has to have as many as the
+    model.)"""
     words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     if vocab_size is not None and vocab_size < len(words):
         raise ValueError(

@@ -1,4 +1,7 @@
-"""A chrome trace of one step, and a picture of it: what the compute lane, the two copy lanes and the host optimizer did when."""
+"""A chrome trace of one step, and a picture of it.
+
+The picture shows what the compute lane, the two copy lanes and the host optimizer did when.
+"""
 
 import gzip
 import json
@@ -17,7 +20,8 @@ _COLOURS = {"compute": "tab:blue", "H2D": "tab:green", "D2H": "tab:orange", "hos
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """path: the chrome trace. started: `time.perf_counter()` where its mark begins, which ties both clocks together."""
+    """A written trace. path: the chrome trace. started: `time.perf_counter()` where its mark begins, which ties both
+    clocks together."""
 
     path: Path
     started: float
@@ -40,7 +44,7 @@ def draw_timeline(
 ) -> dict[str, int]:
     """Draw the trace into the PNG `picture`; returns how many bars each row has.
 
-    host_intervals: (start, end) of the host optimizer's work on the `time.perf_counter()` clock, a row of its own when given.
+    host_intervals: (start, end) of the host optimizer's work by `time.perf_counter()`; a row of its own when given.
     """
     import matplotlib
 
@@ -82,7 +86,8 @@ def timeline_rows(
 
 
 def _row(event: dict) -> str | None:
-    """Kernels compute; a copy belongs to its direction. Copies on the device and fills are work of the compute lane."""
+    """The row of an event, if it has one. Kernels compute; a copy belongs to its direction. Copies on the device and
+    fills are work of the compute lane."""
     category = event.get("cat")
     if category == "gpu_memcpy":
         return "H2D" if "HtoD" in event["name"] else "D2H" if "DtoH" in event["name"] else "compute"

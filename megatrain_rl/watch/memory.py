@@ -1,74 +1,33 @@
-"""Memory of a run over time: GPU by NVML ten times a second, host by the kernel once a second, on a thread of this process.
+"""Memory over time: Sampler is a thread that looks ten times a second, MemoryWatch is a run looked at that way.
 
-Columns, in bytes: `trainer_gpu`, `engine_gpu`, `both_gpu` (their sum at one moment), `device_gpu` (all that is in use on the GPUs that the
-run is on), `trainer_rss`, `run_rss`. Without NVML, or where it shows no process of the run, there are no GPU columns. Used by monitor.py.
+Columns of a run, in bytes: `trainer_gpu`, `engine_gpu`, `both_gpu` (their sum at one moment), `device_gpu` (all that is
+in use on the GPUs that the run is on), `trainer_rss`, `run_rss`. GPU columns come from NVML; without it, or where it
+shows no process of the run, there are none. Host memory is looked at once a second only: it moves slowly, and a look
+at it reads files of every process of the run.
+
+MemoryWatch is used by monitor.py, Sampler by bench/memory.py too.
 """
 
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from megatrain_rl.profiling import SAMPLE_SECONDS, GpuProcesses
+from megatrain_rl.watch.gpu import GpuProcesses
+from megatrain_rl.watch.peaks import PeakSeries, Point
 from megatrain_rl.watch.processes import RunProcesses
 
 log = logging.getLogger(__name__)
 
+SAMPLE_SECONDS = 0.1
 HOST_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class Point:
-    """A stretch of samples. time: Unix seconds of the first; low, high: least and most of each column."""
-
-    time: float
-    low: dict[str, int]
-    high: dict[str, int]
-
-    def joined(self, later: "Point") -> "Point":
-        return Point(
-            time=self.time,
-            low={c: min(p.low[c] for p in (self, later) if c in p.low) for c in self.low | later.low},
-            high={c: max(p.high[c] for p in (self, later) if c in p.high) for c in self.high | later.high},
-        )
-
-
-class PeakSeries:
-    """At most `limit` points, however many samples: once full, neighbours are joined and every later point holds twice the samples.
-    Peaks and troughs stay."""
-
-    def __init__(self, limit: int):
-        assert limit >= 2 and limit % 2 == 0
-        self.points: list[Point] = []
-        self._limit = limit
-        self._samples_each = 1
-        self._samples_in_last = 1
-
-    def add(self, now: float, values: dict[str, int]) -> None:
-        point = Point(time=now, low=values, high=values)
-        if self.points and self._samples_in_last < self._samples_each:
-            self.points[-1] = self.points[-1].joined(point)
-            self._samples_in_last += 1
-            return
-        if len(self.points) == self._limit:
-            pairs = zip(self.points[::2], self.points[1::2], strict=True)
-            self.points = [first.joined(second) for first, second in pairs]
-            self._samples_each *= 2
-        self.points.append(point)
-        self._samples_in_last = 1
-
-
-def open_gpus() -> GpuProcesses | None:
-    """None, and one line that says why, where NVML cannot be had."""
-    try:
-        return GpuProcesses()
-    except Exception as error:  # no package, no driver, no GPU
-        log.info("GPU memory is not measured: %s", error)
-        return None
-
-
 class MemoryWatch:
-    """Samples from `start` to `stop`. limit: points between two calls of `take`."""
+    """Watches the processes of a run from `start` to `stop`. The thread's first error is told and ends it.
+
+    gpus: None where there are none to watch. limit: most points between two calls of `take`.
+    """
 
     def __init__(self, processes: RunProcesses, gpus: GpuProcesses | None, *, limit: int = 120):
         self._processes = processes
@@ -79,22 +38,22 @@ class MemoryWatch:
         self._rss: dict[str, int] = {}
         self._rss_time = float("-inf")
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
+        self._sampler = Sampler(self.sample, failed=_tell)
+
+    @property
+    def running(self) -> bool:
+        return self._sampler.running
 
     def start(self) -> "MemoryWatch":
         """A second call does nothing."""
-        if not self._thread.is_alive():
-            self._thread.start()
+        self._sampler.start()
         return self
 
     def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._sampler.stop()
 
     def take(self) -> list[Point]:
-        """What was seen since the last call, now included."""
+        """What was seen since the last call, with the present moment as the last sample."""
         self.sample(fresh=True)
         with self._lock:
             points = self._series.points
@@ -107,7 +66,7 @@ class MemoryWatch:
         return points
 
     def sample(self, *, fresh: bool = False) -> None:
-        """fresh: look at host memory too, however recent the last look is."""
+        """Look once. fresh: at host memory too, however recent the last look at it is."""
         with self._lock:
             now = time.monotonic()
             if fresh or now - self._rss_time >= HOST_SECONDS:
@@ -142,9 +101,47 @@ class MemoryWatch:
         trainer, engine = by_role["trainer"], by_role["engine"]
         return {"trainer_gpu": trainer, "engine_gpu": engine, "both_gpu": trainer + engine, "device_gpu": whole}
 
+
+def open_gpus() -> GpuProcesses | None:
+    """The GPUs of this machine; None, and a line in the log that says why, where NVML cannot be had."""
+    try:
+        return GpuProcesses()
+    except Exception as error:  # no package, no driver, no GPU
+        log.info("GPU memory is not measured: %s", error)
+        return None
+
+
+class Sampler:
+    """Calls `sample` every 100 ms on a thread, from `start` to `stop` or the first error, which `failed` is given."""
+
+    def __init__(self, sample: Callable[[], None], *, failed: Callable[[Exception], None]):
+        self._sample = sample
+        self._failed = failed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """A second call does nothing."""
+        if not self.running:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """When it returns, nothing is sampled any more."""
+        self._stop.set()
+        if self.running:
+            self._thread.join()
+
     def _run(self) -> None:
         try:
             while not self._stop.wait(SAMPLE_SECONDS):
-                self.sample()
-        except Exception:
-            log.warning("the memory of the run is no longer sampled; training goes on", exc_info=True)
+                self._sample()
+        except Exception as error:
+            self._failed(error)
+
+
+def _tell(error: Exception) -> None:
+    log.warning("the memory of the run is no longer sampled; training goes on", exc_info=error)

@@ -1,7 +1,8 @@
 """RunMonitor: what each step of a run used, and a record with pictures at its end.
 
-Knows no trainer: who logs the steps hands over their number, the seconds of their stages and metrics of its own, and gets back what to log
-beside them. Invariant: nothing here stops a training; the first error is told once and ends the watching.
+It knows no trainer. Whoever logs the steps hands over a step's number, the seconds of its stages and metrics of its
+own, and gets back what to log beside them. Invariant: nothing here stops a training; the first error is told once and
+ends the watching.
 """
 
 import atexit
@@ -11,16 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatrain_rl.watch import report
-from megatrain_rl.watch.memory import MemoryWatch, Point
+from megatrain_rl.watch.memory import MemoryWatch
+from megatrain_rl.watch.peaks import Point
 
 log = logging.getLogger(__name__)
 
 
 class RunMonitor:
-    """One run. `observe` once per step, `close` at the end, also of a failed run.
+    """Watches one run. `observe` is called once per step, `close` at the end, also of a failed run.
 
-    folder: of the record. watch: samples memory; started here if it is not yet. gpu_budget_gb: a trainer that holds more (GB, 1e9 bytes) is
-    told once. startup_s: seconds of each phase before the first step, for the record.
+    folder: where the record is written; made if need be. watch: samples memory; started here if it is not yet.
+    gpu_budget_gb: a trainer that holds more (GB, 1e9 bytes) is told once. startup_s: seconds of each phase before the
+    first step, for the record.
+    stages: which stages the picture shows and under which labels; None shows all, in the order in which they are first
+    seen. OSError if the folder cannot be written.
     """
 
     def __init__(
@@ -30,10 +35,11 @@ class RunMonitor:
         *,
         gpu_budget_gb: float | None = None,
         startup_s: dict[str, float] | None = None,
+        stages: report.Stages | None = None,
     ):
         self._folder = folder
         self._gpu_budget_gb = gpu_budget_gb
-        self._file = report.RunFile(folder, startup_s)
+        self._file = report.RunFile(folder, startup_s, stages)
         self._watch = watch.start()
         self._pid = os.getpid()
         self._done = False
@@ -42,7 +48,9 @@ class RunMonitor:
     def observe(
         self, step: int, *, trains: bool, stages_s: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float] | None:
-        """`metrics` and, of a training step, the memory peaks since the last call: what to log. None once the watching has ended."""
+        """Write a step into the record; returns what to log of it: `metrics` and, if the step `trains`, the memory
+        peaks since the last call, in GiB. stages_s: seconds by stage, of which "step" is the whole step. None once the
+        watching has ended."""
         if self._done:
             return None
         try:
@@ -65,7 +73,7 @@ class RunMonitor:
         log.warning("the run is no longer watched (megatrain/* metrics, run.jsonl); training goes on", exc_info=True)
 
     def close(self) -> None:
-        """Write what was seen after the last step and draw. A second call does nothing, nor does one in a forked child."""
+        """Write what was seen after the last step, and draw. Does nothing when called again or in a forked child."""
         if self._done or os.getpid() != self._pid:
             return
         self._done = True
@@ -103,7 +111,7 @@ class RunMonitor:
 
 
 def peaks_gib(points: list[Point]) -> dict[str, float]:
-    """The most of every column, as metrics."""
+    """The most of every column, in GiB, by the name of its metric."""
     columns = sorted({column for point in points for column in point.high})
     return {
         f"megatrain/{column}_peak_gib": max(p.high[column] for p in points if column in p.high) / report.GIB

@@ -1,7 +1,8 @@
-"""Which processes a run has and what each is: the trainer, the rollout engine, or another. Read from /proc alone.
+"""Which processes a run has, what each is (the trainer, the rollout engine or another), and their host memory.
 
-Under Ray a run is its raylet and everything that started from it, so two runs under one raylet are counted together; without
-Ray it is this process, which trains, and what it started. Processes come and go between two looks. Used by memory_watch.py.
+Under Ray a run is its raylet and everything that started from it, so two runs under one raylet are counted together.
+Without Ray it is this process, which trains, and what it started. Processes come and go between two looks, and while
+one of them is looked at. Used by memory.py.
 """
 
 import os
@@ -9,73 +10,78 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from megatrain_rl.profiling import resident_bytes
+import psutil
 
 Role = Literal["trainer", "engine", "other"]
 
-# Titles that Ray and vLLM give their processes. What an engine's process started belongs to the engine.
+# Titles that Ray, vLLM and the workers' classes give their processes.
 _ENGINE = re.compile(r"VLLM::|ray::\w*(vLLM|VLLM|EmbeddedServer)")
 _TRAINER = re.compile(r"ray::\w*(WorkerDict|ActorRolloutRefWorker|TrainingWorker)")
+# What psutil raises, mostly its own errors, for a process that ends while it is looked at or belongs to another user
+_GONE = (psutil.Error, OSError, ValueError)
 
 
 class RunProcesses:
-    """roles: of every process of the run by id, as of the last `refresh`. proc, pid: stand in for /proc and this process in tests."""
+    """The processes of this run, as of the last `refresh`. roles: what each is, by its id. pid: stands in for this
+    process in tests."""
 
-    def __init__(self, proc: Path = Path("/proc"), pid: int | None = None):
+    def __init__(self, pid: int | None = None):
         self.roles: dict[int, Role] = {}
-        self._proc = proc
         self._pid = os.getpid() if pid is None else pid
+        self._processes: list[psutil.Process] = []
 
     def refresh(self) -> None:
-        parents = self._parents()
-        children: dict[int, list[int]] = {}
-        for process, parent in parents.items():
-            children.setdefault(parent, []).append(process)
-        root = parents.get(self._pid, 0)
-        under_ray = Path(self._title(root).split(" ")[0]).name == "raylet"
-        roles: dict[int, Role] = {}
-        open_ends: list[tuple[int, Role]] = [(root, "other") if under_ray else (self._pid, "trainer")]
-        while open_ends:
-            process, role = open_ends.pop()
-            roles[process] = role
-            for child in children.get(process, []):
-                open_ends.append((child, "engine" if role == "engine" else self._role(child)))
+        """Look again. What an engine's process started belongs to the engine, whatever its title."""
+        # Not kept from the last look: psutil knows a child by its start time, and the clock may have been set since.
+        me = psutil.Process(self._pid)
+        parent = me.parent()
+        under_ray = parent is not None and Path(_title(parent).split(" ")[0]).name == "raylet"
+        root = parent if under_ray else me
+        below = _below(root)
+        roles: dict[int, Role] = {root.pid: "other" if under_ray else "trainer"}
+        roles |= {process.pid: _role(process) for process in below}
+        engines: set[int] = set()
+        for process in below:
+            if roles[process.pid] == "engine" and process.pid not in engines:
+                engines |= {process.pid, *(child.pid for child in _below(process))}
+        for pid in engines & roles.keys():
+            roles[pid] = "engine"
         self.roles = roles
+        self._processes = [root, *below]
 
     def rss_bytes(self) -> dict[str, int]:
-        """Resident host memory: `trainer`, of its processes; `run`, of all: what each has to itself, and what they share once, taken as
-        the most that one of them shares."""
+        """Resident host memory. `trainer`: of the trainer's processes. `run`: of all; what each has to itself, and what
+        they share once, taken as the most that one of them shares."""
         trainer = own = most_shared = 0
-        for process, role in self.roles.items():
+        for process in self._processes:
             try:
-                resident, shared = resident_bytes(self._proc / str(process))
-            except (OSError, ValueError):  # gone, or on its way out
+                memory = process.memory_info()
+            except _GONE:
                 continue
-            if role == "trainer":
-                trainer += resident
-            own += resident - shared
-            most_shared = max(most_shared, shared)
+            if self.roles[process.pid] == "trainer":
+                trainer += memory.rss
+            own += memory.rss - memory.shared
+            most_shared = max(most_shared, memory.shared)
         return {"trainer": trainer, "run": own + most_shared}
 
-    def _parents(self) -> dict[int, int]:
-        found = {}
-        for entry in self._proc.iterdir():
-            if entry.name.isdigit():
-                try:
-                    # "id (name) state parent ...", and a name may hold spaces and brackets
-                    found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                except (OSError, IndexError):
-                    continue
-        return found
 
-    def _role(self, process: int) -> Role:
-        title = self._title(process)
-        if _ENGINE.match(title):
-            return "engine"
-        return "trainer" if _TRAINER.match(title) else "other"
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    """All that `process` started, and what those started."""
+    try:
+        return process.children(recursive=True)
+    except _GONE:
+        return []
 
-    def _title(self, process: int) -> str:
-        try:
-            return (self._proc / str(process) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            return ""
+
+def _role(process: psutil.Process) -> Role:
+    title = _title(process)
+    if _ENGINE.match(title):
+        return "engine"
+    return "trainer" if _TRAINER.match(title) else "other"
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except _GONE:
+        return ""

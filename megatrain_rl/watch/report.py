@@ -1,33 +1,39 @@
 """The record of a run, `run.jsonl`, and its two pictures, `memory.png` and `stages.png`, in one folder.
 
-A line per start, {"start": Unix seconds, "startup_s": seconds by phase}, and one per call of VERL's logger: {"step", "time", "stages_s" (VERL's timing_s/*), "metrics"
-(ours), "memory": {"time": [...], column in GiB: [[least, most], ...]}}. Lines are complete when they are written, so a killed run
-leaves those of its steps; a resumed run appends, and the pictures show the last start:
+A line for each start of the run:
+    {"start": Unix seconds, "startup_s": seconds by phase, "stages": the fields of `Stages`, if the run has some}
+and one for each step that is observed, with `"step": null` for what was seen after the last one:
+    {"step", "time": Unix seconds, "stages_s": seconds by stage, of which "step" is the whole step, "metrics": by name,
+     "memory": {"time": [Unix seconds, ...], column in GiB: [[least, most], ...]}}
+
+Lines are complete when they are written, so a killed run leaves those of its steps. A resumed run appends, and the
+pictures show the last start:
 
     python -m megatrain_rl.watch.report FOLDER
 
-draws them again. Needs matplotlib for the pictures only. Used by monitor.py.
+draws them again. Only the pictures need matplotlib. Used by monitor.py.
 """
 
+import dataclasses
 import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from megatrain_rl.watch.memory import Point
+from megatrain_rl.watch.peaks import Point
+
+if TYPE_CHECKING:  # it may be missing, and is imported when something is drawn
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 GIB = 2**30
 OPTIMIZER_WAIT = "megatrain/optimizer_wait_s"
 SYNC_WAIT = "megatrain/weight_sync_wait_s"  # of it, in weight syncs
 
-# VERL's stages in the order of a step. `testing` and the dump come after what VERL calls the step.
-_STEP_STAGES = (
-    "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "save_checkpoint", "update_weights",
-)  # fmt: skip
-_AFTER_STEP = ("testing", "dump_rollout_generations")
-_LABELS = {"gen": "generate", "ref": "reference", "update_actor": "update", "update_weights": "weight sync"}
 _BARS = 300
 _MEMORY_POINTS = 3000
 _PANELS = (
@@ -36,11 +42,37 @@ _PANELS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages that the picture shows, from the bottom up: their labels by their names in `stages_s`.
+
+    in_step: parts of a step, none of them inside another; what they leave of its seconds is drawn as "other".
+    after_step: what follows a step and is not in its seconds, drawn on top.
+    """
+
+    in_step: dict[str, str]
+    after_step: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        return [*self.in_step.values(), "other", *self.after_step.values()]
+
+    def seconds(self, stages_s: dict[str, float]) -> list[float]:
+        """The seconds of each of `labels` in a step with these seconds by stage, of which "step" is the whole."""
+        within = [stages_s.get(name, 0.0) for name in self.in_step]
+        other = max(0.0, stages_s["step"] - sum(within))
+        return [*within, other, *(stages_s.get(name, 0.0) for name in self.after_step)]
+
+
 class RunFile:
-    def __init__(self, folder: Path, startup_s: dict[str, float] | None = None):
+    """`run.jsonl`, open for another start. startup_s: seconds of each phase before the first step. stages: None draws
+    all stages, in the order in which they are first seen."""
+
+    def __init__(self, folder: Path, startup_s: dict[str, float] | None = None, stages: Stages | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "run.jsonl").open("a", buffering=1)
-        self._write({"start": time.time(), "startup_s": startup_s or {}})
+        named = {} if stages is None else {"stages": dataclasses.asdict(stages)}
+        self._write({"start": time.time(), "startup_s": startup_s or {}} | named)
 
     def write(
         self, *, step: int | None, stages_s: dict[str, float], metrics: dict[str, float], memory: list[Point]
@@ -68,7 +100,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def startup_s(folder: Path) -> dict[str, float]:
-    """Seconds of each phase before the first step of the last start; empty where VERL's trainer was not timed (SFT)."""
+    """Seconds of each phase before the first step of the last start; empty where nobody timed them."""
     return _read(folder)[0].get("startup_s", {})
 
 
@@ -96,12 +128,15 @@ def _read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def draw(folder: Path) -> list[Path]:
     """Draw what there is to draw; the pictures' paths. ImportError without matplotlib."""
     start, lines = _read(folder)
-    made = [_draw_memory(lines, start.get("start"), folder / "memory.png"), _draw_stages(lines, folder / "stages.png")]
+    made = [
+        _draw_memory(lines, start.get("start"), folder / "memory.png"),
+        _draw_stages(lines, start.get("stages"), folder / "stages.png"),
+    ]
     return [path for path in made if path is not None]
 
 
 def _draw_memory(lines: Sequence[dict[str, Any]], begin: float | None, path: Path) -> Path | None:
-    """Each column as a band from least to most, its upper edge drawn out. begin: Unix seconds of the first step's begin."""
+    """Each column as a band from least to most, its upper edge drawn out. begin: zero of the axis, Unix seconds."""
     rows = [
         {"time": line["memory"]["time"][i], **{c: values[i] for c, values in line["memory"].items() if c != "time"}}
         for line in lines
@@ -140,42 +175,45 @@ def _thinned(rows: Sequence[dict[str, Any]], column: str, begin: float) -> tuple
     )
 
 
-def _draw_stages(lines: Sequence[dict[str, Any]], path: Path) -> Path | None:
-    """A bar per step, or per mean of neighbouring steps when there are many; the wait for the optimizer lies within its stages."""
+def _draw_stages(lines: Sequence[dict[str, Any]], named: dict[str, Any] | None, path: Path) -> Path | None:
+    """A bar for each step, or for the mean of neighbouring steps when there are many. The wait for the optimizer is a
+    line over the bars, since it lies within its stages."""
     steps = [line for line in lines if "step" in line["stages_s"]]
     if not steps:
         return None
+    stages = _stages(steps, named)
     each = -(-len(steps) // _BARS)
     groups = [steps[i : i + each] for i in range(0, len(steps), each)]
     middles = [(group[0]["step"] + group[-1]["step"]) / 2 for group in groups]
-
-    def mean(values_of) -> list[float]:
-        return [sum(values_of(line) for line in group) / len(group) for group in groups]
-
-    def other(line: dict[str, Any]) -> float:
-        stages = line["stages_s"]
-        return max(0.0, stages["step"] - sum(stages.get(name, 0.0) for name in _STEP_STAGES))
-
-    parts = {name: mean(lambda line, n=name: line["stages_s"].get(n, 0.0)) for name in _STEP_STAGES}
-    parts["other"] = mean(other)
-    parts |= {name: mean(lambda line, n=name: line["stages_s"].get(n, 0.0)) for name in _AFTER_STEP}
+    bars = [_mean_columns([stages.seconds(line["stages_s"]) for line in group]) for group in groups]
     figure, [axes] = _figure(1)
     below = [0.0] * len(groups)
-    for name, heights in parts.items():
+    for label, heights in zip(stages.labels, zip(*bars, strict=True), strict=True):
         if any(heights):
-            axes.bar(middles, heights, bottom=below, width=0.9 * each, label=_LABELS.get(name, name))
+            axes.bar(middles, heights, bottom=below, width=0.9 * each, label=label)
             below = [b + h for b, h in zip(below, heights, strict=True)]
-    wait = mean(lambda line: line["metrics"].get(OPTIMIZER_WAIT, 0.0))
+    wait = [fmean(line["metrics"].get(OPTIMIZER_WAIT, 0.0) for line in group) for group in groups]
     axes.plot(middles, wait, color="black", marker=".", linewidth=1, label="of it, waiting for the optimizer")
     axes.set(xlabel="step", ylabel="seconds")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3, axis="y")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
     figure.savefig(path, dpi=120)
     return path
 
 
-def _figure(panels: int):
+def _stages(steps: Sequence[dict[str, Any]], named: dict[str, Any] | None) -> Stages:
+    """The stages that the start's line names; without a name, all that the steps have, as they are called."""
+    if named is not None:
+        return Stages(**named)
+    return Stages(in_step={name: name for line in steps for name in line["stages_s"] if name != "step"})
+
+
+def _mean_columns(rows: list[list[float]]) -> list[float]:
+    return [fmean(column) for column in zip(*rows, strict=True)]
+
+
+def _figure(panels: int) -> tuple["Figure", list["Axes"]]:
     """A figure of its own, so that no drawing backend is chosen for the process."""
     from matplotlib.figure import Figure
 

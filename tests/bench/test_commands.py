@@ -1,11 +1,15 @@
-"""Every benchmark runs through the command line at toy size, and a bad argument is one clear line. (`peers`: see test_peers.)"""
+"""Every benchmark runs through the command line at toy size, and a bad argument is one clear line.
+
+`peers` has its tests in test_peers.py.
+"""
 
 import json
 import sys
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
-from megatrain_rl.bench import adam
+from megatrain_rl.bench import adam, head
 from megatrain_rl.bench import step as step_module
 from megatrain_rl.cli import main
 from megatrain_rl.trainer import StreamTrainer
@@ -103,8 +107,17 @@ def test_logprob(run_bench):
     assert len(means) == 10 and all(-5.8 < mean < -5.0 for mean in means)
 
 
-def test_head(run_bench):
+def test_head(run_bench, monkeypatch):
+    """By a clock that counts the operations of matrix products, a second for 1e12 of them."""
+
+    def timed(device, operation, repeats) -> float:
+        with FlopCounterMode(display=False) as counter:
+            operation()
+        return counter.get_total_flops() / 1e12
+
+    monkeypatch.setattr(head, "timed", timed)
     figures = run_bench("head", "--shape", "tiny", "--tokens", "96", "--chunk", "64", "--entropy").figures("head")
+    assert figures["forward_vs_matmul"] == 1 and figures["forward_useful_tflops"] == 1
     assert figures["forward_backward_ms"] > figures["forward_ms"] > 0
     ratio = figures["forward_backward_ms"] / figures["forward_backward_matmul_ms"]
     assert figures["forward_backward_vs_matmul"] == pytest.approx(ratio, rel=2e-3)

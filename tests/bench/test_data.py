@@ -30,7 +30,7 @@ def test_sequences_are_tokens_of_those_lengths():
     sequences = random_sequences(500, 40, 320, seed=3)
     assert [len(s) for s in sequences] == random_lengths(500, 40, seed=3)
     together = torch.cat(sequences)
-    assert together.dtype == torch.int64 and 0 <= together.min() and together.max() < 320
+    assert together.dtype == torch.int64 and together.min() >= 0 and together.max() < 320
     assert len(together.unique()) > 200
 
 

@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import oracle
+import psutil
 import pytest
 import tiny
 import torch
@@ -63,8 +67,8 @@ def losses_and_norms(raw: list[str], engine: str) -> list[tuple[float, float]]:
 
 
 def test_peers_run_and_agree(run_bench):
-    """Weights differ (each draws its own), data and loss do not: losses and norms are close in every step. The reference schedule is
-    this package's own code and has its test in test_commands."""
+    """Weights differ (each draws its own), data and loss do not: losses and norms are close in every step. The
+    reference schedule is this package's own code and has its test in test_commands."""
     pytest.importorskip("deepspeed")
     words = (
         "--shape",
@@ -151,50 +155,78 @@ def test_a_crash_is_reported_with_its_last_lines_and_keeps_what_was_measured():
     assert "RuntimeError: out of memory" in outcome.lines()[-1] and "0" not in outcome.lines()
 
 
-def test_a_worker_over_its_time_is_stopped_with_its_children():
-    code = "import subprocess, sys; print('began', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+class WhenThereIs(threading.Thread):
+    """In the place of a clock: the time is up when the file is there."""
+
+    def __init__(self, file: Path, time_is_up: Callable[[], None]):
+        super().__init__(daemon=True)
+        self._file = file
+        self._time_is_up = time_is_up
+        self._cancelled = threading.Event()
+
+    def run(self) -> None:
+        while not self._file.exists():
+            if self._cancelled.wait(0.02):
+                return
+        self._time_is_up()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
+@pytest.fixture
+def time_is_up(monkeypatch, tmp_path) -> Path:
+    """The file by which a worker says that its time is up, whatever its limit."""
+    file = tmp_path / "time is up"
+    monkeypatch.setattr(threading, "Timer", lambda limit, stop: WhenThereIs(file, stop))
+    return file
+
+
+def test_a_worker_over_its_time_is_stopped_with_its_children(time_is_up):
+    """A child that went on would keep the worker's output open, and this test would not end."""
+    child = f"import pathlib, time; pathlib.Path({str(time_is_up)!r}).touch(); time.sleep(3600)"
+    code = f"import subprocess, sys; print('began', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     outcome = run_worker(worker(code), 2)
     assert outcome.error == "stopped after the limit of 2 s" and outcome.last_lines[0] == "began"
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_a_worker_that_is_stopped_gives_back_what_it_locked(monkeypatch, tmp_path, stubborn):
-    """As torch's lock on a folder in which it compiles. One that does not listen is gone all the same."""
-    monkeypatch.setattr(peers, "_GRACE_SECONDS", 1)
-    lock, alive = tmp_path / "lock", tmp_path / "alive"
+def test_a_worker_that_is_stopped_gives_back_what_it_locked(monkeypatch, tmp_path, time_is_up, stubborn):
+    """So it does with torch's lock on a folder in which it compiles. One that does not listen is gone all the same."""
+    monkeypatch.setattr(peers, "_GRACE_SECONDS", 1 if stubborn else 60)
+    lock = tmp_path / "lock"
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)" if stubborn else "0"
     code = f"""
-import pathlib, signal, time
+import os, pathlib, signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 {ignore}
 lock = pathlib.Path({str(lock)!r})
 lock.touch()
 try:
-    time.sleep(4)
-    pathlib.Path({str(alive)!r}).touch()
+    print(os.getpid(), flush=True)
+    pathlib.Path({str(time_is_up)!r}).touch()
+    time.sleep(3600)
 finally:
     lock.unlink()
 """
-    began = time.monotonic()
-    assert run_worker(worker(code), 1).error == "stopped after the limit of 1 s"
-    assert time.monotonic() - began < 4 and lock.exists() == stubborn
-    time.sleep(max(0, 5 - (time.monotonic() - began)))
-    assert not alive.exists()
+    outcome = run_worker(worker(code), 1)
+    assert outcome.error == "stopped after the limit of 1 s" and lock.exists() == stubborn
+    assert not psutil.pid_exists(int(outcome.last_lines[0]))
 
 
-def test_an_interrupted_worker_is_gone(monkeypatch, tmp_path):
-    alive = tmp_path / "alive"
-    code = f"import time, pathlib; print({PREFIX!r} + '{{}}', flush=True); time.sleep(3); pathlib.Path({str(alive)!r}).touch()"
+def test_an_interrupted_worker_is_gone(monkeypatch):
+    code = f"import os, time; print({PREFIX!r} + str(os.getpid()), flush=True); time.sleep(3600)"
+    seen = []
 
-    def interrupted(*arguments):
+    def interrupted(line, outcome):
+        seen.append(int(line.removeprefix(PREFIX)))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(peers, "_take", interrupted)
     monkeypatch.setattr(peers, "_GRACE_SECONDS", 1)
     with pytest.raises(KeyboardInterrupt):
         run_worker(worker(code), 30)
-    time.sleep(4)
-    assert not alive.exists()
+    assert len(seen) == 1 and not psutil.pid_exists(seen[0])
 
 
 @pytest.fixture
@@ -205,7 +237,13 @@ def pretended(monkeypatch):
         def command(engine: str, *rest) -> list[str]:
             if speeds[engine] is None:
                 return worker("raise SystemExit('broken')")
-            figures = {"case": "a", "tokens_per_s": speeds[engine], "peak_gib": 1, "host_rss_gib": 2, "lines": []}
+            figures: dict[str, object] = {
+                "case": "a",
+                "tokens_per_s": speeds[engine],
+                "peak_gib": 1,
+                "host_rss_gib": 2,
+                "lines": [],
+            }
             return worker(f"print({PREFIX!r} + {json.dumps(figures)!r})")
 
         monkeypatch.setattr(peers, "worker_command", command)
@@ -248,8 +286,8 @@ def test_an_interrupted_command_leaves_what_is_known(run_bench, pretended, monke
 
 
 def test_a_terminated_command_ends_its_worker_and_leaves_what_is_known(tmp_path):
-    alive, record = tmp_path / "alive", tmp_path / "record.json"
-    waits = f"import time, pathlib; time.sleep(3); pathlib.Path({str(alive)!r}).touch()"
+    pid, record = tmp_path / "pid", tmp_path / "record.json"
+    waits = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(f'{{os.getpid()}} '); time.sleep(3600)"
     code = (
         "import sys; from megatrain_rl import cli; from megatrain_rl.bench.peers import run as peers; "
         f"peers.worker_command = lambda *_: [sys.executable, '-c', {waits!r}]; "
@@ -259,12 +297,12 @@ def test_a_terminated_command_ends_its_worker_and_leaves_what_is_known(tmp_path)
     process = subprocess.Popen(worker(code), stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line == "== zero3\n":
-            time.sleep(1)
+            while not (pid.exists() and pid.read_text().endswith(" ")):
+                time.sleep(0.02)
             process.terminate()
-    assert process.wait(30) == 143
+    assert process.wait(60) == 143
     assert json.loads((tmp_path / "record.json.partial").read_text())["raw"][-1] == "== zero3"
-    time.sleep(2.5)
-    assert not alive.exists()
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_a_failed_engine_ends_the_command_after_the_rest(run_bench, pretended, tmp_path):

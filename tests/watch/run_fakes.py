@@ -1,27 +1,28 @@
-"""Stand-ins for /proc and NVML: a run under Ray whose processes, GPUs and errors are as a test wants them."""
+"""Stand-ins for /proc and NVML, so that a run under Ray has the processes, GPUs and errors that a test wants."""
 
 import os
 import types
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatrain_rl.watch.processes import RunProcesses
-
 GIB = 2**30
+STAGES_S = {"gen": 2.0, "old_log_prob": 1.0, "ref": 1.0, "update_actor": 3.0, "update_weights": 0.5, "step": 8.0}
 PAGE = os.sysconf("SC_PAGE_SIZE")
 RAYLET, RUNNER, WORKER, SERVER, ENGINE, STRANGER = 100, 110, 111, 112, 120, 900
 
 
 class FakeProc:
-    """A folder like /proc. Memory in pages."""
+    """A folder like /proc, for `psutil.PROCFS_PATH`. Memory in pages. A process starts after all with smaller ids."""
 
     def __init__(self, root: Path):
         self.root = root
+        (root / "stat").write_text("btime 1000000000\n")
 
     def add(self, pid: int, parent: int, title: str, *, resident: int = 10, shared: int = 0) -> None:
         folder = self.root / str(pid)
         folder.mkdir(exist_ok=True)
-        (folder / "stat").write_text(f"{pid} (a (b) c) S {parent} 1 1")
+        fields = ["S", str(parent), *["0"] * 17, str(pid), *["0"] * 30]  # the 20th: when it started
+        (folder / "stat").write_text(f"{pid} (a (b) c) {' '.join(fields)}")
         (folder / "cmdline").write_bytes(title.replace(" ", "\0").encode() + b"\0")
         (folder / "statm").write_text(f"999 {resident} {shared} 0 0 0 0")
 
@@ -56,7 +57,8 @@ class FakeNvml:
 
 
 def ray_run(root: Path) -> FakeProc:
-    """The task runner is the process that watches; the engine's process is a child of its server; a stranger has a vLLM too."""
+    """The task runner is the process that watches; the engine's process is a child of its server; a stranger has a vLLM
+    too."""
     root.mkdir()
     (root / "meminfo").write_text("not a process")
     fake = FakeProc(root)
@@ -70,18 +72,14 @@ def ray_run(root: Path) -> FakeProc:
     return fake
 
 
-def processes(proc: FakeProc, pid: int = RUNNER) -> RunProcesses:
-    return RunProcesses(proc.root, pid)
-
-
 def step_data(step: int, *, waited: float) -> dict:
-    timing = {"gen": 2.0, "old_log_prob": 1.0, "ref": 1.0, "update_actor": 3.0, "update_weights": 0.5, "step": 8.0}
+    """What VERL logs of a training step."""
     return {
         "training/global_step": step,
         "actor/grad_norm": 1.0,
         "actor/optimizer_wait_s/max": waited,
         "actor/weight_sync_wait_s/max": waited / 2,
-        **{f"timing_s/{name}": seconds for name, seconds in timing.items()},
+        **{f"timing_s/{name}": seconds for name, seconds in STAGES_S.items()},
     }
 
 

@@ -1,29 +1,28 @@
-"""Memory over time: columns, GPUs that are elsewhere or lost, and peaks that survive thinning."""
+"""Memory over time: columns, GPUs that are elsewhere or lost, and the thread that samples."""
 
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
-from run_fakes import ENGINE, GIB, PAGE, SERVER, STRANGER, WORKER, FakeNvml, FakeProc, processes, ray_run
+from run_fakes import ENGINE, GIB, PAGE, RUNNER, SERVER, STRANGER, WORKER, FakeNvml
 
-from megatrain_rl.profiling import GpuProcesses
 from megatrain_rl.watch import monitor
-from megatrain_rl.watch.memory import MemoryWatch, PeakSeries, open_gpus
+from megatrain_rl.watch.gpu import GpuProcesses
+from megatrain_rl.watch.memory import MemoryWatch, open_gpus
+from megatrain_rl.watch.processes import RunProcesses
+
+pytestmark = pytest.mark.usefixtures("proc")
 
 
-@pytest.fixture
-def proc(tmp_path):
-    return ray_run(tmp_path / "proc")
-
-
-def watch(proc: FakeProc, *gpus: dict[int, int | None], limit: int = 120) -> tuple[MemoryWatch, FakeNvml]:
+def watch(*gpus: dict[int, int | None]) -> tuple[MemoryWatch, FakeNvml]:
     nvml = FakeNvml(*gpus)
-    return MemoryWatch(processes(proc), GpuProcesses(nvml=nvml), limit=limit), nvml
+    return MemoryWatch(RunProcesses(RUNNER), GpuProcesses(nvml=nvml)), nvml
 
 
-def test_gpu_memory_by_role_on_the_gpus_of_the_run(proc):
+def test_gpu_memory_by_role_on_the_gpus_of_the_run():
     """Strangers' processes count in `device_gpu` where the run is, and not at all elsewhere. Both: at one moment."""
-    watched, nvml = watch(proc, {WORKER: 8 * GIB, ENGINE: 3 * GIB, STRANGER: 5 * GIB}, {STRANGER: 50 * GIB})
+    watched, nvml = watch({WORKER: 8 * GIB, ENGINE: 3 * GIB, STRANGER: 5 * GIB}, {STRANGER: 50 * GIB})
     watched.sample()
     nvml.gpus[0] = {WORKER: 2 * GIB, ENGINE: 7 * GIB, SERVER: None}
     [*points] = watched.take()
@@ -36,8 +35,8 @@ def test_gpu_memory_by_role_on_the_gpus_of_the_run(proc):
     assert len(watched.take()) == 1, "each sample is handed out once"
 
 
-def test_process_ids_of_another_namespace_are_said_once(proc, caplog):
-    watched, _ = watch(proc, {70000: 8 * GIB})
+def test_process_ids_of_another_namespace_are_said_once(caplog):
+    watched, _ = watch({70000: 8 * GIB})
     for _ in range(2):
         assert monitor.peaks_gib(watched.take()).keys() == {
             "megatrain/trainer_rss_peak_gib", "megatrain/run_rss_peak_gib",
@@ -45,8 +44,8 @@ def test_process_ids_of_another_namespace_are_said_once(proc, caplog):
     assert caplog.text.count("no GPU memory in the figures") == 1
 
 
-def test_lost_gpu_leaves_host_figures(proc, caplog):
-    watched, nvml = watch(proc, {WORKER: GIB})
+def test_lost_gpu_leaves_host_figures(caplog):
+    watched, nvml = watch({WORKER: GIB})
     watched.sample()
     nvml.lost = {0}
     first, last = watched.take()
@@ -55,8 +54,8 @@ def test_lost_gpu_leaves_host_figures(proc, caplog):
     assert caplog.text.count("no longer measured: GPU is lost") == 1
 
 
-def test_a_lost_neighbour_leaves_the_figures_of_the_others(proc, caplog):
-    watched, nvml = watch(proc, {STRANGER: GIB}, {WORKER: 2 * GIB})
+def test_a_lost_neighbour_leaves_the_figures_of_the_others(caplog):
+    watched, nvml = watch({STRANGER: GIB}, {WORKER: 2 * GIB})
     watched.sample()
     nvml.lost = {0}
     watched.sample()
@@ -72,13 +71,13 @@ def test_no_nvml_is_no_error(monkeypatch):
     assert open_gpus() is None
 
 
-def test_thread_samples_until_stopped(proc):
-    watched, nvml = watch(proc, {WORKER: GIB})
+def test_thread_samples_until_stopped():
+    watched, _ = watch({WORKER: GIB})
     watched.start()
-    deadline = time.monotonic() + 20
-    while len(watched._series.points) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: len(watched._series.points) >= 3)
+    assert watched.running
     watched.stop()
+    assert not watched.running
     points = watched.take()
     assert len(points) >= 4 and all(p.high["trainer_gpu"] == GIB for p in points)
     assert [p.time for p in points] == sorted(p.time for p in points)
@@ -86,22 +85,17 @@ def test_thread_samples_until_stopped(proc):
     assert len(watched.take()) == 1
 
 
-@pytest.mark.parametrize("samples", [7, 8, 9, 1000, 12345])
-def test_thinning_keeps_bounds_order_and_peaks(samples):
-    series = PeakSeries(8)
-    for i in range(samples):
-        value = 100 + i % 3
-        if i == samples // 2:
-            value = 999
-        if i == samples // 3:
-            value = 1
-        series.add(float(i), {"a": value} | ({"rare": 7} if i == samples - 1 else {}))
-    points = series.points
-    assert len(points) <= 8 and (samples < 9 or len(points) >= 4)
-    gaps = {later.time - p.time for p, later in zip(points, points[1:], strict=False)}
-    assert points[0].time == 0 and len(gaps) == 1 and min(gaps) > 0, "in order, and all of them hold as many samples"
-    assert max(p.high["a"] for p in points) == 999 and min(p.low["a"] for p in points) == 1
-    assert points[-1].high["rare"] == 7 and "rare" not in points[0].high
-    [peak] = [i for i, p in enumerate(points) if p.high["a"] == 999]
-    later = points[peak + 1].time if peak + 1 < len(points) else samples
-    assert points[peak].time <= samples // 2 < later, "the peak stays where it was"
+def test_an_error_of_the_thread_is_told_once_and_ends_it(monkeypatch, caplog):
+    watched, _ = watch({WORKER: GIB})
+    monkeypatch.setattr(RunProcesses, "refresh", lambda self: 1 / 0)
+    watched.start()
+    wait_for(lambda: not watched.running)
+    watched.stop()
+    assert caplog.text.count("no longer sampled") == caplog.text.count("ZeroDivisionError: ") == 1
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it hangs"
+        time.sleep(0.02)

@@ -4,12 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_fakes import GIB, step_data
+from run_fakes import GIB, STAGES_S
 
 from megatrain_rl.watch import report
-from megatrain_rl.watch.memory import Point
+from megatrain_rl.watch.peaks import Point
 
-# Of matplotlib, in its order
+STAGES = report.Stages(
+    in_step={
+        "gen": "generate",
+        "reward": "reward",
+        "ref": "reference",
+        "old_log_prob": "old",
+        "update_actor": "update",
+    },
+    after_step={"update_weights": "weight sync"},
+)
+# matplotlib's first colours
 COLOURS = [(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40), (148, 103, 189), (140, 86, 75)]
 
 
@@ -23,13 +33,12 @@ def points(n: int, *, gpu: bool = True, begin: float = 1000.0) -> list[Point]:
     return made
 
 
-def write_run(folder: Path, *, steps: int = 4, gpu: bool = True) -> None:
-    file = report.RunFile(folder)
+def write_run(folder: Path, *, steps: int = 4, gpu: bool = True, stages: report.Stages | None = None) -> None:
+    file = report.RunFile(folder, stages=stages)
     for step in range(1, steps + 1):
-        stages = {k.removeprefix("timing_s/"): v for k, v in step_data(step, waited=0).items() if "timing_s" in k}
         file.write(
             step=step,
-            stages_s=stages,
+            stages_s=STAGES_S,
             metrics={report.OPTIMIZER_WAIT: 0.1 * step},
             memory=points(10, gpu=gpu, begin=1000.0 + 10 * step),
         )
@@ -46,9 +55,9 @@ def colours(path: Path) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-@pytest.mark.parametrize("steps", [1, 4, 1000])
-def test_pictures_are_drawn(tmp_path, steps, gpu):
-    write_run(tmp_path, steps=steps, gpu=gpu)
+@pytest.mark.parametrize("steps, stages", [(1, None), (4, STAGES), (1000, STAGES)])
+def test_pictures_are_drawn(tmp_path, steps, stages, gpu):
+    write_run(tmp_path, steps=steps, gpu=gpu, stages=stages)
     memory, stages = report.draw(tmp_path)
     assert (memory.name, stages.name) == ("memory.png", "stages.png")
     drawn = colours(memory)
@@ -57,6 +66,37 @@ def test_pictures_are_drawn(tmp_path, steps, gpu):
         assert colour in drawn and any(max(abs(a - b) for a, b in zip(d, band, strict=True)) <= 1 for d in drawn)
     # a bar per stage that took time, and one for the part of a step that no stage covers
     assert set(COLOURS) <= colours(stages)
+
+
+def test_bars_are_made_of_the_stages_that_the_start_names(tmp_path, bars):
+    """They have its order and its labels. Stages that took no time, or that it does not name, are left out."""
+    named = report.Stages(in_step={"gen": "generate", "reward": "reward"}, after_step={"update_weights": "weight sync"})
+    write_run(tmp_path, steps=2, stages=named)
+    report.draw(tmp_path)
+    assert bars == [("generate", 2.0), ("other", 6.0), ("weight sync", 0.5)]
+
+
+def test_without_names_the_bars_are_made_of_all_stages(tmp_path, bars):
+    write_run(tmp_path, steps=2)
+    report.draw(tmp_path)
+    parts = {name: seconds for name, seconds in STAGES_S.items() if name != "step"}
+    assert bars == [*parts.items(), ("other", 0.5)]
+
+
+@pytest.fixture
+def bars(monkeypatch) -> list[tuple[str, float]]:
+    """(label, height of the first bar) of what is drawn, from the bottom up."""
+    from matplotlib.axes import Axes
+
+    drawn = []
+    bar = Axes.bar
+
+    def spy(self, x, height, **settings):
+        drawn.append((settings["label"], height[0]))
+        return bar(self, x, height, **settings)
+
+    monkeypatch.setattr(Axes, "bar", spy)
+    return drawn
 
 
 def test_nothing_seen_is_no_picture(tmp_path):

@@ -1,4 +1,4 @@
-"""What a worker asks of an engine."""
+"""The interface of an engine, as a worker uses it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,17 +12,18 @@ ADAMW = AdamWConfig()
 
 
 class PeerEngine(Protocol):
-    """settings: what to print of how the engine was set up."""
+    """An engine that holds a model and can train it. settings: what to print of how it was set up."""
 
     settings: str
 
     @property
-    def pack_tokens(self) -> int: ...
+    def pack_tokens(self) -> int:
+        """The most tokens of one pack given to `step`."""
 
     def step(self, packs: Sequence[PackedBatch], objective: PolicyGradientSurrogate) -> str:
-        """One update with the gradients of all packs; returns what to print of it."""
+        """Make one update with the gradients of all packs; returns what to print of it."""
 
     def finish(self) -> None:
-        """Until everything that steps have started has ended."""
+        """Wait until everything that steps have started has ended."""
 
     def close(self) -> None: ...

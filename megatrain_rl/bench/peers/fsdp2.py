@@ -1,12 +1,18 @@
-"""PyTorch FSDP2 with CPU offload: fp32 parameters, gradients and fused AdamW on the host, bf16 compute, one unit per layer."""
+"""PyTorch FSDP2 with CPU offload.
 
+Parameters, gradients and fused AdamW are fp32 and on the host, compute is bf16; each layer is one unit.
+"""
+
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from megatrain_rl.batch import PackedBatch
@@ -26,7 +32,8 @@ class Fsdp2Engine:
         self._model = PeerModel(config, dtype=torch.float32, device=device, seed=seed).to("cpu")
         if cuda:
             torch.cuda.empty_cache()
-        self._shard(init_device_mesh(device.type, (1,)), CPUOffloadPolicy() if cuda else OffloadPolicy())
+        mesh = init_device_mesh(device.type, (1,))
+        self._sharded = self._shard(mesh, CPUOffloadPolicy() if cuda else OffloadPolicy())
         self._optimizer = fused_adamw(self._model.parameters(), ADAMW)
         self.settings = (
             f"torch {torch.__version__}, fully_shard per layer, reshard_after_forward, CPUOffloadPolicy (pinned), param bf16, "
@@ -34,8 +41,9 @@ class Fsdp2Engine:
             f"micro-batches of {micro_batch_tokens}"
         )
 
-    def _shard(self, mesh, offload: OffloadPolicy) -> None:
-        settings = dict(
+    def _shard(self, mesh: DeviceMesh, offload: OffloadPolicy) -> FSDPModule:
+        """Shard the model where it is; returns it, with the methods that it has now."""
+        settings: dict[str, Any] = dict(
             mesh=mesh,
             reshard_after_forward=True,
             # inputs are bf16 already where they should be; a cast would round the loss's coefficients too
@@ -51,23 +59,24 @@ class Fsdp2Engine:
         if not self._model.tied:
             fully_shard(decoder.embed_tokens, **settings)
             fully_shard(self._model.lm_head, **settings)
-        fully_shard(self._model, **settings)
+        return fully_shard(self._model, **settings)
 
     def step(self, packs: Sequence[PackedBatch], objective: PolicyGradientSurrogate) -> str:
         losses = []
         for i, pack in enumerate(packs):
-            # Summed on the device, 4 bytes a parameter there, and moved with the last: a move after every micro-batch, of what is
-            # then no longer the first gradient, is a copy into fresh pageable memory. A step took five times as long that way
-            # (recipes/records/peers_unfinished_h200.json).
-            self._model.set_requires_gradient_sync(i == len(packs) - 1)
+            # Summed on the device, 4 bytes a parameter there, and moved with the last: a move after every micro-batch,
+            # of what is then no longer the first gradient, is a copy into fresh pageable memory. A step took five times
+            # as long that way (recipes/records/peers_unfinished_h200.json).
+            self._sharded.set_requires_gradient_sync(i == len(packs) - 1)
             batch = MicroBatch.of(pack, objective.coefficients(pack), self._device, torch.bfloat16)
             loss = self._model(batch)
             loss.backward()
             losses.append(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), ADAMW.clip_grad).full_tensor()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), ADAMW.clip_grad or math.inf)
+        assert isinstance(norm, DTensor)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return f"{len(packs)} packs, loss {float(torch.stack(losses).sum()):.5f}, grad norm {float(norm):.4f}"
+        return f"{len(packs)} packs, loss {float(torch.stack(losses).sum()):.5f}, grad norm {float(norm.full_tensor()):.4f}"
 
     def finish(self) -> None:
         if self._device.type == "cuda":

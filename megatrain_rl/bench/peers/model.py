@@ -1,7 +1,7 @@
 """The model the other engines train: transformers' own modules, with this package's packed attention and chunked head.
 
-Both are given to them on purpose. Without the attention they would pad or run sequences one by one; without the head their logits
-would not fit. What is left to compare is how weights, gradients and optimizer state move.
+Both are given to them on purpose. Without the attention they would pad or run sequences one by one; without the head
+their logits would not fit. What is left to compare is how weights, gradients and optimizer state move.
 
 Shapes: T tokens of a pack, V vocabulary, H hidden size.
 """
@@ -73,7 +73,7 @@ class PeerModel(nn.Module):
 
 
 class ChunkedHead(nn.Module):
-    """A module that owns the output matrix, so that an engine's hooks fetch it for `forward` as they do for any other."""
+    """A module that owns the output matrix, so that an engine's hooks fetch it for `forward` like any other."""
 
     def __init__(self, weight: nn.Parameter, head: Head):
         super().__init__()
@@ -85,8 +85,8 @@ class ChunkedHead(nn.Module):
 
 
 class _WeightedLogProbs(torch.autograd.Function):
-    """The gradient is known as soon as the loss is, so forward computes it and backward needs no matrix: an engine may take it away
-    in between."""
+    """Loss and gradient of the head in one pass. The gradient is known as soon as the loss is, so forward computes it
+    and backward needs no matrix: an engine may take the matrix away in between."""
 
     @staticmethod
     def forward(ctx, head: Head, hidden_TH, weight_VH, targets_T, temperature_T, coefficient_T) -> Tensor:

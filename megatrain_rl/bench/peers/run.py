@@ -1,9 +1,11 @@
-"""`megatrain-rl bench peers`: the same training step by DeepSpeed ZeRO-3 offload, FSDP2 offload, the reference implementation's
-schedule and this package; same shape, sequences, objective, attention kernel, head and machine.
+"""`megatrain-rl bench peers`: the same training step by other engines and by this package.
 
-Each engine runs in a process of its own within a time limit. One that fails is reported with its last lines, has no figures, and makes
-the command end with an error after everything else is written. What is known after an engine is reported then, so a command that is
-interrupted leaves a record of the engines before.
+The others are DeepSpeed ZeRO-3 offload, FSDP2 offload and the reference implementation's schedule. Shape, sequences,
+objective, attention kernel, head and machine are the same.
+
+Each engine runs in a process of its own within a time limit. One that fails is reported with its last lines, has no
+figures, and makes the command end with an error after everything else is written. The figures of an engine are reported
+when it ends, so a command that is interrupted leaves a record of the engines before.
 """
 
 import argparse
@@ -80,9 +82,10 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
             record.say(line)
         for case in cases:
             _report(case, engine, outcomes, record)
-            if engine == OURS and case.name in outcomes[OURS].cases:
+            speed = outcomes[engine].speed(case)
+            if engine == OURS and speed is not None:
                 lengths = random_lengths(case.tokens, arguments.mean_length, seed=arguments.seed)
-                rate = useful_flops(spec, lengths, train=True) / case.tokens * outcomes[OURS].speed(case)
+                rate = useful_flops(spec, lengths, train=True) / case.tokens * speed
                 record.result(case.name, "matmul_fraction", rate / (ceilings.matmul_tflops * 1e12), "")
     failed = [engine for engine, outcome in outcomes.items() if outcome.error]
     if failed:
@@ -91,7 +94,8 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Of one engine: how it was set up, lines of its settling, figures by case, and what went wrong with its last lines."""
+    """All that is known of one engine. settings: how it was set up. settling: a line for each settling step. cases:
+    figures by case. error, last_lines: what went wrong, if anything did, and what the engine printed last."""
 
     settings: str = ""
     settling: list[str] = field(default_factory=list)
@@ -100,7 +104,7 @@ class Outcome:
     last_lines: list[str] = field(default_factory=list)
 
     def speed(self, case: Case) -> float | None:
-        """Tokens a second, if the case was measured."""
+        """Tokens a second, or None if the case was not measured."""
         return self.cases[case.name]["tokens_per_s"] if case.name in self.cases else None
 
     def lines(self) -> list[str]:
@@ -125,10 +129,12 @@ def worker_command(engine: str, cases: list[Case], arguments: argparse.Namespace
 
 
 def run_worker(command: list[str], time_limit: float) -> Outcome:
-    """Run one worker to its end or to the limit; it and whatever it started are gone afterwards, also when this is interrupted."""
+    """Run one worker to its end or to the limit (seconds). It and whatever it started are gone afterwards, also when
+    this is interrupted."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
+    assert process.stdout is not None
     timed_out = threading.Event()
 
     def stop() -> None:
@@ -136,7 +142,8 @@ def run_worker(command: list[str], time_limit: float) -> Outcome:
         kill()
 
     def kill() -> None:
-        # asked first: one that is killed while it compiles leaves a lock in the compiler's cache, for which all later ones wait
+        # asked first: one that is killed while it compiles leaves a lock in the compiler's cache, and all later ones
+        # wait for that
         for signum in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signum)
@@ -161,7 +168,7 @@ def run_worker(command: list[str], time_limit: float) -> Outcome:
 
 def _take(line: str, outcome: Outcome) -> None:
     # what others print without ending their line stands before or behind it
-    before, prefix, text = line.partition(PREFIX)
+    before, _, text = line.partition(PREFIX)
     try:
         content, end = json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError:
@@ -176,7 +183,7 @@ def _take(line: str, outcome: Outcome) -> None:
 
 
 def _report(case: Case, engine: str, outcomes: dict[str, Outcome], record: Record) -> None:
-    """Figures of the engine that has just ended, and the ratios that they complete."""
+    """Put the figures of the engine that has just ended into the record, and the ratios that they complete."""
     own = outcomes[engine].cases.get(case.name)
     if own is None:
         return

@@ -1,6 +1,6 @@
-"""`python -m megatrain_rl.bench.peers.worker`: one engine in a fresh process, started by `run`. Prints one JSON line per case.
+"""`python -m megatrain_rl.bench.peers.worker`: one engine, started by run.py. Prints one JSON line per case.
 
-A process of its own per engine: fresh memory, and no library sees another's allocator or process group.
+Each engine has a process of its own: its memory is fresh, and no library sees another's allocator or process group.
 """
 
 import argparse
@@ -14,12 +14,12 @@ import torch
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.arguments import Case, parse_case, read_config, run_device
 from megatrain_rl.bench.data import PolicyGradientSurrogate, packed_batches
+from megatrain_rl.bench.memory import GIB, MemoryMeter
 from megatrain_rl.bench.peers.engine import PeerEngine
-from megatrain_rl.bench.series import GIB, run_series
+from megatrain_rl.bench.series import run_series
 from megatrain_rl.bench.shapes import shape_config
 from megatrain_rl.bench.step import StepMode
 from megatrain_rl.host.machine import usable_cores
-from megatrain_rl.profiling import MemorySampler
 
 # Before a line that `run` reads; everything else an engine prints is its own.
 PREFIX = "PEER:: "
@@ -67,7 +67,7 @@ def make_engine(arguments: argparse.Namespace, device: torch.device) -> PeerEngi
 def make_batches(
     engine: PeerEngine, case: Case, arguments: argparse.Namespace, *, count: int
 ) -> list[tuple[list[PackedBatch], PolicyGradientSurrogate]]:
-    """What `count` steps are given; made before the clock runs."""
+    """Packs and objectives of `count` steps, made before the clock runs."""
     vocab = shape_config(arguments.shape).vocab_size
     data = packed_batches(
         case.tokens, arguments.mean_length, vocab, max_tokens=engine.pack_tokens, seed=arguments.seed, count=count
@@ -76,12 +76,10 @@ def make_batches(
 
 
 def run_case(engine: PeerEngine, case: Case, arguments: argparse.Namespace) -> dict:
-    """Figures of one case: see `run` for their meaning."""
+    """Time one case; returns its figures, which run.py puts into the record."""
     batches = make_batches(engine, case, arguments, count=arguments.warmup + arguments.steps)
     lines: list[str] = []
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    sampler = MemorySampler().start()
+    memory = MemoryMeter()
     series = run_series(
         lambda i: engine.step(*batches[i]),
         engine.finish,
@@ -89,12 +87,12 @@ def run_case(engine: PeerEngine, case: Case, arguments: argparse.Namespace) -> d
         steps=arguments.steps,
         say=lines.append,
     )
-    sampler.stop()
+    memory.stop()
     return {
         "case": case.name,
         "tokens_per_s": case.tokens / series.median,
-        "peak_gib": sampler.gpu_peak_bytes / GIB,
-        "host_rss_gib": sampler.rss_peak_bytes / GIB,
+        "peak_gib": memory.gpu_peak_bytes / GIB,
+        "host_rss_gib": memory.rss_peak_bytes / GIB,
         "lines": lines,
     }
 
@@ -104,7 +102,7 @@ def _report(content: dict) -> None:
 
 
 def _single_process_group() -> None:
-    """What torch.distributed reads of a world of one process."""
+    """Set the environment variables from which torch.distributed makes a world of one process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

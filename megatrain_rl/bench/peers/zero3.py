@@ -1,4 +1,7 @@
-"""DeepSpeed ZeRO-3 with parameters and optimizer in pinned host memory, set up as its documentation advises for one GPU."""
+"""DeepSpeed ZeRO-3 with parameters and optimizer in pinned host memory.
+
+It is set up as its documentation advises for one GPU.
+"""
 
 from collections.abc import Sequence
 
@@ -13,8 +16,9 @@ from megatrain_rl.optim.library import deepspeed_cpu_adam
 
 
 def zero3_config() -> dict:
-    """offload_param, offload_optimizer: both pin their memory unless told not to. The bucket sizes and limits are DeepSpeed's
-    documented defaults, written out; the smaller ones that transformers fills in for "auto" fetch less far ahead."""
+    """DeepSpeed's settings. offload_param and offload_optimizer pin their memory unless told not to. The bucket sizes
+    and limits are DeepSpeed's documented defaults, written out; the smaller ones that transformers fills in for "auto"
+    fetch less far ahead."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         # set by hand around each backward: packs differ in number from step to step
