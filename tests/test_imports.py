@@ -17,8 +17,9 @@ ROOT = PACKAGE.parent
 ROOMS = [
     {"megatrain_rl.cli"},
     {"megatrain_rl.bench", "megatrain_rl.verl_plugin"},
-    {"megatrain_rl.rollout", "megatrain_rl.watch", "verl_patches"},
+    {"megatrain_rl.rollout", "verl_patches"},
     {"megatrain_rl.trainer"},
+    {"megatrain_rl.watch"},
     {"megatrain_rl.streaming", "megatrain_rl.checkpoint"},
     {"megatrain_rl.head", "megatrain_rl.optim", "megatrain_rl.transfer", "megatrain_rl.planner"},
     {"megatrain_rl.host"},

@@ -25,6 +25,15 @@ _WAITED = {
     "actor/optimizer_wait_s/max": report.OPTIMIZER_WAIT,
     "actor/weight_sync_wait_s/max": report.SYNC_WAIT,
 }
+# VERL's stages in the order of a step. `testing` and the dump come after what VERL calls the step.
+_STAGES = report.Stages(
+    in_step={
+        "gen": "generate", "reward": "reward", "old_log_prob": "old_log_prob", "ref": "reference", "values": "values",
+        "adv": "adv", "update_critic": "update_critic", "update_actor": "update", "save_checkpoint": "save_checkpoint",
+        "update_weights": "weight sync",
+    },
+    after_step={"testing": "testing", "dump_rollout_generations": "dump_rollout_generations"},
+)  # fmt: skip
 # One of these marks what is logged of a training step, in RL and in SFT; validation is logged by itself too
 _STEP_KEYS = ("training/global_step", "train/loss")
 
@@ -83,6 +92,7 @@ def attach(
             watch or watch_memory(),
             gpu_budget_gb=gpu_budget_gb(config),
             startup_s=startup_s,
+            stages=_STAGES,
         )
     except Exception:
         log.warning("the run is not watched (megatrain/* metrics, run.jsonl); training goes on", exc_info=True)

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 OTHER = [
     "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2", "critic.strategy=fsdp2",
     "actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.model.use_remove_padding=false",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.rollout.seed=1", "trainer.logger=[console,file]", "trainer.total_training_steps=2",
     "trainer.save_freq=-1", "trainer.resume_mode=disable", "actor_rollout_ref.actor.data_loader_seed=1",
 ]  # fmt: skip
@@ -39,7 +40,8 @@ def test_logs_and_metrics_are_identical(workspace):
     for step in steps_with:
         assert steps_with[step].keys() == steps_without[step].keys()
         assert values(steps_with[step]) == values(steps_without[step])
-    Path("/tmp/with.log").write_text(log_with); Path("/tmp/without.log").write_text(log_without)
+    Path("/tmp/with.log").write_text(log_with)
+    Path("/tmp/without.log").write_text(log_without)
     assert messages(log_with) == messages(log_without)
     assert not (workspace / "ckpt-installed" / "megatrain").exists()
 

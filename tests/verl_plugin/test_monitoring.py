@@ -104,7 +104,7 @@ def test_memory_is_sampled_from_the_start(tmp_path):
     first = report.read(tmp_path / "megatrain")[0]["memory"]["time"][0]
     assert began - 0.1 <= first <= report.start(tmp_path / "megatrain") + 0.01, "within the rounding of the record"
     assert report.startup_s(tmp_path / "megatrain") == {"data": 3.0}
-    assert not watch._thread.is_alive()
+    assert not watch.running
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_broken_monitor_is_said_once_and_stops_nothing(tracking, tmp_path, monke
     assert [got for _, got in logged] == [data, data]
     assert caplog.text.count("the run is no longer watched") == 1
     made.finish()
-    assert not made.step_log._monitor._watch._thread.is_alive()
+    assert not made.step_log._monitor._watch.running
 
 
 def test_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
@@ -161,7 +161,7 @@ def test_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     made.log({"train/loss": 1.0}, 1)
     made.finish()
     assert logged == [(1, {"train/loss": 1.0})]
-    assert caplog.text.count("the run is not watched") == 1 and not watch._thread.is_alive()
+    assert caplog.text.count("the run is not watched") == 1 and not watch.running
 
 
 def test_forgotten_logger_still_leaves_the_pictures(tmp_path):

@@ -1,7 +1,6 @@
 """Stand-ins for /proc and NVML, so that a run under Ray has the processes, GPUs and errors that a test wants."""
 
 import os
-import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,15 +80,3 @@ def step_data(step: int, *, waited: float) -> dict:
         "actor/weight_sync_wait_s/max": waited / 2,
         **{f"timing_s/{name}": seconds for name, seconds in STAGES_S.items()},
     }
-
-
-def patched(patch: types.ModuleType, owner: str, *methods: str, error: Exception):
-    """An object of the class that `patch` changes, after it has; its methods raise `error`."""
-
-    def raises(self, *args, **kwargs):
-        raise error
-
-    module = types.ModuleType(patch.MODULE)
-    setattr(module, owner, type(owner, (), dict.fromkeys(methods, raises)))
-    patch.apply(module)
-    return getattr(module, owner)()
