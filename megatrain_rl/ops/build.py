@@ -1,7 +1,7 @@
 """Compile a C++ source of this package into a shared library, once per source, flags, compiler and processor.
 
-The ops have a plain C interface and are called through ctypes: they build in a second or two with the compiler alone (no torch
-headers, no ABI to match) and ctypes lets go of the interpreter lock during the call.
+The ops have a plain C interface and are called through ctypes: they build in a second or two with the compiler alone
+(no torch headers, no ABI to match) and ctypes lets go of the interpreter lock during the call.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _X86_FLAGS = ("-mprefer-vector-width=512",)
 
 
 def _processor() -> str:
-    """What -march=native depends on: a cache folder may be shared by machines of different processors."""
+    """Names what -march=native depends on: a cache folder may be shared by machines of different processors."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         wanted = [
@@ -38,7 +38,8 @@ def _processor() -> str:
 def load_library(name: str) -> ctypes.CDLL:
     """The library of `csrc/{name}.cpp`. Built into $XDG_CACHE_HOME/megatrain_rl when it is not there yet.
 
-    A missing compiler is a ValueError with the setting to change, a failed build a RuntimeError with the compiler's words.
+    A missing compiler is a ValueError with the setting to change, a failed build a RuntimeError with the compiler's
+    words.
     """
     source = _SOURCES / f"{name}.cpp"
     compiler = os.environ.get("CXX", "g++")
