@@ -13,7 +13,8 @@
 #      rollout.name=$ROLLOUT)
 #   5. measures both checkpoints on problems that were never trained on, the same way
 # It leaves in outputs/quickstart/seed-$SEED: reward.png, the logs and metrics of every stage, VERL checkpoints, and
-# checkpoint/, which AutoModelForCausalLM loads. The last line is `held-out reward: A -> B`, after warm-up and after GRPO.
+# checkpoint/, which AutoModelForCausalLM loads. The last line is `held-out reward: A -> B`, after warm-up and after
+# GRPO.
 #
 # Settings (environment):
 #   SEED             seeds model, data and sampling (1)
