@@ -1,7 +1,7 @@
 """GRPO with StreamTrainer alone, no VERL: a tiny random Qwen2 learns to repeat the token it is given.
 
-The sampler is a transformers model in the same process, which takes the trainer's weights after each step; the reference
-of the KL term is the trainer's own frozen copy.
+The sampler is a transformers model in the same process, which takes the trainer's weights after each step; the
+reference of the KL term is the trainer's own frozen copy.
 
     python examples/grpo_streaming.py [--device cuda] [--steps 40]
 """
@@ -56,8 +56,8 @@ def sample(generator: BatchGenerator, rng: random.Random) -> list[Request]:
 def grpo_objective(advantages: Tensor, reference: dict[int, Tensor]):
     """Policy gradient plus KL penalty (Shao et al. 2024), averaged over the answer tokens of the whole mini-batch.
 
-    advantages: one a sequence. reference: per pack, by its first sequence, the log-probs of the frozen weights. One update a
-    batch, so the ratio to the sampling policy is 1 and only its gradient counts.
+    advantages: one a sequence. reference: per pack, by its first sequence, the log-probs of the frozen weights. One
+    update a batch, so the ratio to the sampling policy is 1 and only its gradient counts.
     """
 
     def objective(stats: TokenStats, pack: PackedBatch) -> ObjectiveOutput:
@@ -67,7 +67,8 @@ def grpo_objective(advantages: Tensor, reference: dict[int, Tensor]):
         difference_T = reference[pack.sequence_ids[0]].to(log_probs_T.device) - log_probs_T
         gain_T = (log_probs_T - log_probs_T.detach()).exp() * advantage_T
         kl_T = difference_T.exp() - difference_T - 1
-        # Log-probs are 0 where nothing is predicted (the last token of a sequence): no KL there, and the gain is masked.
+        # Log-probs are 0 where nothing is predicted (the last token of a sequence): no KL there, and the gain is
+        # masked.
         loss = (KL_COEFFICIENT * kl_T - gain_T * pack.predict_T.to(gain_T.device)).sum() / (len(advantages) * ANSWER)
         return ObjectiveOutput(loss=loss, metrics={"kl": float(kl_T.detach().sum()) / (len(advantages) * ANSWER)})
 

@@ -24,12 +24,16 @@ from megatrain_rl.bench.tokenizer import byte_level_tokenizer
 from megatrain_rl.host.machine import usable_cores
 
 SHARD_BYTES = 4_000_000_000
-# Elements drawn at a time by one thread, from a generator of their own: the numbers do not depend on how many threads there are.
+# Elements drawn at a time by one thread, from a generator of their own: the numbers do not depend on how many threads
+# there are.
 PIECE = 1 << 24
 
 
 def parameter_shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
-    """By name, in the model's order; a tied output matrix is not among them. Names the model's class in `config`, as checkpoints do."""
+    """Shapes by name, in the model's order; a tied output matrix is not among them.
+
+    Names the model's class in `config`, as checkpoints do.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
@@ -37,7 +41,7 @@ def parameter_shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
 
 
 def random_weight(name: str, shape: torch.Size, config: PretrainedConfig, seed: np.random.SeedSequence) -> torch.Tensor:
-    """bf16. Matrices normal with the config's `initializer_range`, biases 0, norms 1."""
+    """A bf16 weight: matrices are normal with the config's `initializer_range`, biases 0, norms 1."""
     if len(shape) < 2:
         return (
             torch.zeros(shape, dtype=torch.bfloat16)
@@ -58,7 +62,7 @@ def random_weight(name: str, shape: torch.Size, config: PretrainedConfig, seed: 
 
 
 def shards(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
-    """Names that go into one file, none of them larger than SHARD_BYTES unless a single weight is."""
+    """Names of the weights of each file; no file is larger than SHARD_BYTES unless a single weight is."""
     names: list[str] = []
     size = 0
     for name, shape in shapes.items():
@@ -72,7 +76,7 @@ def shards(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
 
 
 def write_checkpoint(config: PretrainedConfig, folder: Path, seed: int) -> int:
-    """Returns the number of parameters. `folder` appears when it is complete."""
+    """Write the checkpoint and return its number of parameters. `folder` appears when it is complete."""
     building = folder.with_name(folder.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)

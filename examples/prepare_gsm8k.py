@@ -3,8 +3,8 @@
     python examples/prepare_gsm8k.py data/gsm8k                                        openai/gsm8k from the hub
     python examples/prepare_gsm8k.py data/gsm8k --train train.jsonl --test test.jsonl  local files
 
-Local files (.jsonl, .json, .parquet) have the columns `question` and `answer`; an answer ends with `#### NUMBER`. Rewards are VERL's own
-rule for this data source: 1 when the last `#### NUMBER` of a response is right, else 0.
+Local files (.jsonl, .json, .parquet) have the columns `question` and `answer`; an answer ends with `#### NUMBER`.
+Rewards are VERL's own rule for this data source: 1 when the last `#### NUMBER` of a response is right, else 0.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """PackedBatch: sequences laid end to end without padding, and how a mini-batch is cut into packs.
 
-Shapes: T tokens of a pack, S sequences in it. Every per-token tensor is aligned with the tokens: entry t of `targets_T`,
-of log-probs and of entropies speaks of the prediction of token t+1 made at token t.
+Shapes: T tokens of a pack, S sequences in it. Every per-token tensor is aligned with the tokens: entry t of
+`targets_T`, of log-probs and of entropies belongs to the prediction of token t+1, made at token t.
 """
 
 import heapq
@@ -51,9 +51,10 @@ def pack(
 ) -> PackedBatch:
     """Lay `sequences` (int64, each (L,)) end to end as one pack.
 
-    predict: per sequence a bool (L,), where log-probs are wanted; None wants all but the last token's. The last token of a
-        sequence has no next token and is never predicted.
+    predict: per sequence a bool (L,), where log-probs are wanted; None wants all but the last token's. The last token
+        of a sequence has no next token and is never predicted.
     temperature: one for all, or one per sequence. A temperature below 1e-8 counts as 1e-8.
+    An empty pack, an empty sequence, or arguments of unequal lengths are a ValueError.
     """
     lengths = [len(s) for s in sequences]
     if not lengths or min(lengths) == 0:
@@ -91,8 +92,9 @@ def pack(
 def cut(lengths: Sequence[int], *, max_tokens: int, max_sequences: int | None = None) -> list[list[int]]:
     """Cut sequences of these lengths into packs of at most `max_tokens`, as few and as equal as possible.
 
-    Longest-processing-time assignment (Graham 1969) into the fewest packs that hold. A sequence longer than `max_tokens` gets
-    a pack of its own; whether the GPU can hold it is the trainer's check. Returns row numbers per pack, ascending inside one.
+    Longest-processing-time assignment (Graham 1969) into the fewest packs that hold. A sequence longer than
+    `max_tokens` gets a pack of its own; whether the GPU can hold it is the trainer's check. Returns row numbers per
+    pack, ascending inside one.
     """
     if max_tokens < 1:
         raise ValueError(f"pack_tokens={max_tokens}: must be at least 1")
@@ -113,7 +115,7 @@ def cut(lengths: Sequence[int], *, max_tokens: int, max_sequences: int | None = 
 def _balance(
     rows: Sequence[int], lengths: Sequence[int], count: int, max_tokens: int, max_sequences: int | None
 ) -> list[list[int]] | None:
-    """Each row, longest first, to the lightest pack with a place left; None when one does not fit."""
+    """Give each row, longest first, to the lightest pack with a place left; None when one does not fit."""
     open_packs = [(0, k) for k in range(count)]
     packs: list[list[int]] = [[] for _ in range(count)]
     for i in rows:
@@ -136,14 +138,13 @@ def pack_sequences(
     predict: Sequence[Tensor] | None = None,
     temperature: float | Sequence[float] = 1.0,
 ) -> list[PackedBatch]:
-    """Cut a mini-batch into packs: `cut` then `pack`. Arguments as there."""
-    many = not isinstance(temperature, (int, float))
+    """Cut a mini-batch into packs: `cut`, then `pack`, with their arguments."""
     return [
         pack(
             [sequences[i] for i in rows],
             rows,
             predict=None if predict is None else [predict[i] for i in rows],
-            temperature=[temperature[i] for i in rows] if many else temperature,
+            temperature=temperature if isinstance(temperature, (int, float)) else [temperature[i] for i in rows],
         )
         for rows in cut([len(s) for s in sequences], max_tokens=max_tokens, max_sequences=max_sequences)
     ]

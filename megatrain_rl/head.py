@@ -1,10 +1,10 @@
 """Log-probs and entropies from hidden states and the output matrix, chunk by chunk; [T, V] never exists.
 
-The forward keeps one number per token, the log of the sum of exponentials; the backward recomputes a chunk's logits and needs one more
-pass over them. All statistics are fp32.
+The forward keeps one number per token, the log of the sum of exponentials; the backward recomputes a chunk's logits
+and needs one more pass over them. All statistics are fp32.
 
-Shapes: P predicted tokens of a pack, C tokens of a chunk of them, V vocabulary, H hidden size. With z = logits / temperature and
-p = softmax(z):  d log p[y] / dz = onehot(y) - p,  d entropy / dz = -p (log p + entropy).
+Shapes: P predicted tokens of a pack, C tokens of a chunk of them, V vocabulary, H hidden size. With
+z = logits / temperature and p = softmax(z):  d log p[y] / dz = onehot(y) - p,  d entropy / dz = -p (log p + entropy).
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,13 @@ class HeadStats:
 
     @classmethod
     def concatenated(cls, parts: list["HeadStats"], *, entropy: bool, device: torch.device) -> "HeadStats":
-        """One after the other; of no parts, empty statistics on `device`."""
+        """The parts one after the other; no parts give empty statistics on `device`. `entropy`: every part has them."""
         empty = torch.empty(0, dtype=torch.float32, device=device)
+        entropies = [p.entropy_P for p in parts if p.entropy_P is not None]
+        assert not entropy or len(entropies) == len(parts), "a part was made without entropies"
         return cls(
             log_probs_P=torch.cat([empty, *(p.log_probs_P for p in parts)]),
-            entropy_P=torch.cat([empty, *(p.entropy_P for p in parts)]) if entropy else None,
+            entropy_P=torch.cat([empty, *entropies]) if entropy else None,
             lse_P=torch.cat([empty, *(p.lse_P for p in parts)]),
         )
 
@@ -72,7 +74,10 @@ class Head:
         grad_entropy_C: Tensor | None,
         grad_weight_VH: Tensor,
     ) -> Tensor:
-        """Gradient (C, H) of the hidden states; that of the matrix is added to `grad_weight_VH` (fp32). stats: of `forward`."""
+        """Returns the gradient (C, H) of the hidden states; that of the matrix is added to `grad_weight_VH` (fp32).
+
+        stats: what `forward` returned for this chunk.
+        """
         grad_CV = self._grad_logits(
             self._logits(hidden_CH, weight_VH),
             targets_C,
@@ -94,7 +99,7 @@ class Head:
 
 
 def chunks(total: int, chunk: int) -> list[slice]:
-    """As few as `chunk` allows, of nearly equal size."""
+    """Cut `total` tokens into slices of at most `chunk`: as few as that allows, of nearly equal size."""
     if total == 0:
         return []
     count = -(-total // chunk)
@@ -126,9 +131,12 @@ def _grad_logits(
     grad_entropy_C: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient (C, V) of the logits, in `dtype`. One pass: every element needs its own logit and numbers of its row."""
+    """Gradient (C, V) of the logits, in `dtype`. One pass: every element needs its own logit and numbers of its row.
+
+    The entropies and their gradient are both there or both None.
+    """
     log_p_CV = logits_CV / temperature_C[:, None] - lse_C[:, None]
-    if grad_entropy_C is None:
+    if entropy_C is None or grad_entropy_C is None:
         grad_CV = log_p_CV.exp() * -grad_log_probs_C[:, None]
     else:
         # -(g_logp + g_entropy (log p + entropy)) p, the two terms of both derivatives that carry a factor p

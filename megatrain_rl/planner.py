@@ -1,7 +1,7 @@
 """MemoryPlan: what fits the GPU budget and the host, decided before anything is allocated.
 
-Every estimate is in bytes and errs on the large side; a GPU test runs the largest admitted pack under the hard cap. What cannot fit
-is a ValueError that names the setting to change and a value that would do.
+Every estimate is in bytes and errs on the large side; a GPU test runs the largest admitted pack under the hard cap.
+What cannot fit is a ValueError that names the setting to change and a value that would do.
 """
 
 import math
@@ -19,27 +19,30 @@ CONTEXT_BYTES = 900_000_000
 _WORKSPACE_BYTES = 96 << 20
 # Indices and statistics of the packs of a sweep: 36 bytes a token.
 _INDEX_BYTES = 64 << 20
-# Rotary tables of the first packs of a sweep are kept on the device, those of later ones made anew in every layer: what is kept
-# must not grow with the batch.
+# Rotary tables of the first packs of a sweep are kept on the device, those of later ones made anew in every layer: what
+# is kept must not grow with the batch.
 ROTARY_TOKENS = 65536
 # What rounding and unlike neighbours leave unused between tensors.
 _SLACK_BYTES = 128 << 20
-# Beside the two large segments: the libraries' workspaces, segments of small tensors, and what large ones are rounded to.
+# Beside the two large segments: the libraries' workspaces, segments of small tensors, and what large ones are rounded
+# to.
 _OUTSIDE_BYTES = _WORKSPACE_BYTES + (64 << 20)
 # Measured on an H200: 3 GB beyond the plan once everything is loaded and compiled.
 _PROCESS_HOST_BYTES = 5_000_000_000
-# Longer packs make no layer faster; this much lets batches of 2^k tokens of uneven sequences be cut into packs of about 8192.
+# Longer packs make no layer faster; this much lets batches of 2^k tokens of uneven sequences be cut into packs of about
+# 8192.
 MAX_PACK_TOKENS = 10240
 # Below this a layer's kernels no longer hide its transfer and a budget is as good as too small.
 MIN_PACK_TOKENS = 256
 MAX_HEAD_CHUNK, MIN_HEAD_CHUNK = 2048, 64
-# With this chunk the head's products hide the traffic of the gradient sum they add to; below it the ring makes room instead.
+# With this chunk the head's products hide the traffic of the gradient sum they add to; below it the ring makes room
+# instead.
 _GOOD_HEAD_CHUNK = 1024
 # All slabs together: enough for a whole layer of most models, so that compute never waits for one.
 _MAX_SLABS_NUMEL = 256 << 20
 _RESIDENT_BYTES = 256 << 20
-# Of a pack that is not resident, in backward: its layer input and gradient, those of the next pack on their way, the new gradient, and two
-# more leaving.
+# A pack that is not resident has so many in backward: its layer input and gradient, those of the next pack on their
+# way, the new gradient, and two more leaving.
 _HIDDEN_TENSORS = 7
 # Packs are padded to a multiple of this where layers are compiled: matrix products keep their fast shapes.
 PACK_MULTIPLE = 128
@@ -51,11 +54,15 @@ _COMPILE_HIDDEN_SIZE = 1024
 class DeviceCosts:
     """Device memory of a model's parts, in bytes.
 
-    fixed: held all the time. ring: weight slots, held while layers run. forward_token, backward_token: more for each token of the pack
-    that a layer runs on. layer_sum: fp32 gradient sum of a layer, held in backward. head_weight: output matrix. head_sum: its fp32
-    gradient sum; later the embedding's takes the same place. head_token, head_chunk_token: more while the head runs, for each token
-    of its pack and for each token whose logits exist. hidden_token: for each token of the largest pack, hidden states that wait, arrive
-    or leave; held all the time.
+    fixed: held all the time.
+    ring: weight slots, held while layers run.
+    forward_token, backward_token: more for each token of the pack that a layer runs on.
+    layer_sum: fp32 gradient sum of a layer, held in backward.
+    head_weight: output matrix.
+    head_sum: fp32 gradient sum of the output matrix; later the embedding's takes the same place.
+    head_token, head_chunk_token: more while the head runs, for each token of its pack and for each token whose logits
+        exist.
+    hidden_token: for each token of the largest pack, hidden states that wait, arrive or leave; held all the time.
     """
 
     fixed: int
@@ -70,12 +77,15 @@ class DeviceCosts:
     hidden_token: int
 
     def head(self, pack_tokens: int, *, ring_in_head: bool) -> int:
-        """The head phase, without its chunk's logits."""
+        """Bytes of the head phase, without its chunk's logits."""
         held = self.fixed + (self.ring if ring_in_head else 0)
         return held + self.head_weight + self.head_sum + pack_tokens * self.head_token
 
     def peak(self, pack_tokens: int, head_chunk: int, *, ring_in_head: bool) -> int:
-        """The largest phase, without hidden states: forward with the output matrix already under way, head, backward, embedding."""
+        """Bytes of the largest phase, without hidden states.
+
+        The phases: forward with the output matrix already under way, head, backward, embedding.
+        """
         layers = self.fixed + self.ring
         forward = layers + pack_tokens * self.forward_token + (self.head_weight if ring_in_head else 0)
         backward = layers + self.layer_sum + pack_tokens * self.backward_token
@@ -83,17 +93,25 @@ class DeviceCosts:
         return max(forward, backward, head)
 
     def with_hidden(self, pack_tokens: int, head_chunk: int, *, ring_in_head: bool) -> int:
-        """`peak` and the hidden states, when no pack is larger."""
+        """Bytes of `peak` and of the hidden states, when no pack is larger."""
         return self.hidden_token * pack_tokens + self.peak(pack_tokens, head_chunk, ring_in_head=ring_in_head)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """pack_tokens: most tokens of a pack cut by default. max_pack_tokens: most tokens the budget can hold in one pack, so the
-    longest sequence. slab_numel: elements of a gradient slab. ring_in_head: whether weight slots stay while the head runs, so that the
-    last layers' weights arrive meanwhile; under a tight budget they make room for it. resident_bytes: for running hidden states kept on
-    the device; hidden_bytes: for all hidden states, those included. gpu_cap_bytes: what the allocator may reserve, and does at the
-    start. host_bytes: planned host RAM without layer inputs; host_limit_bytes: what there is."""
+    """Sizes that a trainer works with.
+
+    pack_tokens: most tokens of a pack cut by default.
+    max_pack_tokens: most tokens the budget can hold in one pack, so the longest sequence.
+    slab_numel: elements of a gradient slab.
+    ring_in_head: whether weight slots stay while the head runs, so that the last layers' weights arrive meanwhile;
+        under a tight budget they make room for it.
+    resident_bytes: device memory for running hidden states kept there.
+    hidden_bytes: device memory for all hidden states, those included.
+    gpu_cap_bytes: device memory that the allocator may reserve, and does at the start.
+    host_bytes: planned host RAM without layer inputs.
+    host_limit_bytes: host RAM there is.
+    """
 
     costs: DeviceCosts
     pack_tokens: int
@@ -108,28 +126,30 @@ class MemoryPlan:
 
     @property
     def reserved_bytes(self) -> int:
-        """What is left for everything but hidden states."""
+        """Device memory left for everything but hidden states."""
         return self.gpu_cap_bytes - self.hidden_bytes - _OUTSIDE_BYTES
 
     @property
     def idle_bytes(self) -> int:
-        """Held between sweeps too."""
+        """Device memory held between sweeps too."""
         return self.costs.fixed + self.hidden_bytes + _OUTSIDE_BYTES
 
     def head_chunk(self, pack_tokens: int) -> int:
-        """Tokens of a pack of this size whose logits may exist at once."""
+        """How many tokens of a pack of this size may have logits at once."""
         room = self.reserved_bytes - self.costs.head(pack_tokens, ring_in_head=self.ring_in_head)
         return max(MIN_HEAD_CHUNK, min(MAX_HEAD_CHUNK, room // self.costs.head_chunk_token))
 
     def peak(self, pack_tokens: int) -> int:
-        """Device memory of a sweep whose largest pack is this."""
+        """Device memory, in bytes, of a sweep whose largest pack has `pack_tokens` tokens."""
         chunk = self.head_chunk(pack_tokens)
         return self.hidden_bytes + self.costs.peak(pack_tokens, chunk, ring_in_head=self.ring_in_head)
 
 
 def compiles(config: StreamConfig, spec: DecoderSpec) -> bool:
-    """Whether layers and head are compiled, where there is CUDA. Not by itself with the exact attention path, which depends on the
-    bounds of each sequence."""
+    """True when layers and head are compiled, where there is CUDA.
+
+    Without a setting they are not with the exact attention path, which depends on the bounds of each sequence.
+    """
     if config.compile is not None:
         return config.compile
     exact = config.attention == "sdpa" or config.param_dtype != "bfloat16"
@@ -137,7 +157,10 @@ def compiles(config: StreamConfig, spec: DecoderSpec) -> bool:
 
 
 def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None, *, reference: bool) -> MemoryPlan:
-    """adamw None: forward only."""
+    """Plan the memory of a trainer; a ValueError names what does not fit. `adamw` None: forward only.
+
+    reference: a frozen copy of the weights is read too.
+    """
     train = adamw is not None
     cap = int(config.gpu_budget_gb * 1e9) - CONTEXT_BYTES
     slab_numel = -(-min(_MAX_SLABS_NUMEL, spec.max_layer_numel) // config.num_grad_slabs)
@@ -184,7 +207,7 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
 
 
 def _max_pack_tokens(costs: DeviceCosts, room: int, *, ring_in_head: bool) -> int:
-    """Most tokens whose every phase fits; a longer pack is padded, so a multiple of what packs are padded to."""
+    """Most tokens of a pack whose every phase fits `room` bytes; a multiple of what packs are padded to."""
     low, high = 0, room // costs.hidden_token
     while low < high:
         middle = (low + high + 1) // 2
@@ -211,7 +234,8 @@ def cut_sweeps(
 ) -> list[list[PackedBatch]]:
     """Consecutive groups of packs whose layer inputs fit host RAM beside the training state: one sweep each.
 
-    tokens: of each pack, with padding. bytes_per_token: of all its layer inputs.
+    tokens: number of tokens of each pack, with padding. bytes_per_token: bytes of all layer inputs of a token.
+    A single pack that does not fit is a ValueError.
     """
     room = plan.host_limit_bytes - plan.host_bytes
     sizes = [bytes_per_token * n for n in tokens]
@@ -258,20 +282,20 @@ def _device_costs(spec: DecoderSpec, config: StreamConfig, slab_numel: int, trai
         # the gradient of the hidden states, before it is put where hidden states wait
         head_token=hidden * weight,
         hidden_token=weight * hidden * _HIDDEN_TENSORS,
-        # logits in fp32 and their gradient; not compiled, up to six more fp32 rows. Hidden and normed states of the chunk and their
-        # gradients, with the norm's fp32 copies.
+        # logits in fp32 and their gradient; not compiled, up to six more fp32 rows. Hidden and normed states of the
+        # chunk and their gradients, with the norm's fp32 copies.
         head_chunk_token=(4 + weight + (0 if compiled else 24)) * spec.vocab_size + hidden * (5 * weight + 20),
     )
 
 
 def usable_host_bytes() -> int:
-    """What is available now, less what Python, CUDA and other libraries of this process will still take of it."""
+    """Host RAM available now, less what Python, CUDA and other libraries of this process will still take of it."""
     available = available_host_bytes()
     return available - min(_PROCESS_HOST_BYTES, available // 10)
 
 
 def state_bytes_per_parameter(config: StreamConfig) -> int:
-    """Weight, residual (of bf16 weights) and both moments: what training keeps, and what a checkpoint holds."""
+    """Bytes of weight, residual (of bf16 weights) and both moments: training keeps them, a checkpoint holds them."""
     weight = config.param_torch_dtype.itemsize
     return weight + (2 if weight == 2 else 0) + 2 * config.optimizer_state_torch_dtype.itemsize
 

@@ -1,11 +1,12 @@
 # shellcheck shell=bash
-# What the run_*.sh recipes share; sourced by them.
+# Inputs, checks and overrides that the run_*.sh recipes share; sourced by them.
 #
 #   MODEL_PATH   a folder with config.json, or a hub name (organisation/model)
 #   TRAIN_FILE   parquet, as examples/prepare_gsm8k.py writes it (data/gsm8k/train.parquet)
 #   VAL_FILE     likewise (data/gsm8k/test.parquet)
 #   LOGGER       VERL's loggers with commas between them: console, wandb, tensorboard, ... (console)
-#   OUTPUT_DIR   checkpoints, metrics.jsonl, pictures (outputs/NAME). A second run goes on from the last checkpoint there
+#   OUTPUT_DIR   checkpoints, metrics.jsonl, pictures (outputs/NAME). A second run goes on from the last checkpoint
+#                there
 #   PYTHON       the interpreter that has this package, VERL and vLLM (python3)
 # Everything else is a Hydra override behind the recipe's name; it wins over what stands here.
 
@@ -60,7 +61,8 @@ grpo() {
   unset RAY_ADDRESS
   export TQ_NUM_THREADS=${TQ_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false
   # dataloader_num_workers: VERL's default is eight more processes, for a few prompts a step
-  # distributed_executor_backend: vLLM's worker in its engine's process, so one process less to start and to keep in host RAM
+  # distributed_executor_backend: vLLM's worker in its engine's process, so one process less to start and to keep in
+  # host RAM
   exec "$PYTHON" -m verl.trainer.main_ppo model_engine=megatrain \
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=false \
     data.train_files="$TRAIN_FILE" data.val_files="$VAL_FILE" \

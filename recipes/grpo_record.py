@@ -1,12 +1,14 @@
 """The record of a GRPO run: medians of its steady steps, peaks of the whole run.
 
-    python recipes/grpo_record.py OUTPUT_DIR CASE --command "bash recipes/..." --json recipes/records/NAME.json [--append]
+    python recipes/grpo_record.py OUTPUT_DIR CASE --command "bash recipes/..." \\
+        --json recipes/records/NAME.json [--append]
 
-Reads what a run_*.sh recipe leaves in OUTPUT_DIR: metrics.jsonl (VERL's metrics) and megatrain/run.jsonl (memory). The first steps
-(--skip 2), in which things compile, are shown but not counted.
+Reads what a run_*.sh recipe leaves in OUTPUT_DIR: metrics.jsonl (VERL's metrics) and megatrain/run.jsonl (memory). The
+first steps (--skip 2), in which things compile, are shown but not counted.
 
-VERL's stage `update_weights` is two things: waiting, layer by layer, for the host optimizer, and handing the weights over: weight_sync_s, the
-stage without that wait. The wait of a step is logged with the next one. optimizer_wait_s is all waiting since the last report.
+VERL's stage `update_weights` is two things: waiting, layer by layer, for the host optimizer, and handing the weights
+over. weight_sync_s is the stage without that wait. The wait of a step is logged with the next one. optimizer_wait_s is
+all waiting since the last report.
 """
 
 import json
@@ -45,8 +47,8 @@ PEAKS = {
 def read_steps(folder: Path) -> dict[int, dict[str, float]]:
     """Metrics by step."""
     steps: dict[int, dict[str, float]] = {}
-    # of runs that were resumed too: metrics.TIME.jsonl, then metrics.jsonl
-    for file in sorted(folder.glob("metrics.*.jsonl")) + [folder / "metrics.jsonl"]:
+    # a run that was resumed has several files: metrics.TIME.jsonl, then metrics.jsonl
+    for file in [*sorted(folder.glob("metrics.*.jsonl")), folder / "metrics.jsonl"]:
         run: dict[int, dict[str, float]] = {}
         for line in file.read_text().splitlines():
             entry = json.loads(line)

@@ -1,6 +1,7 @@
 """The record of a quickstart run: held-out reward before and after, and the curve between.
 
-python recipes/learning_record.py outputs/quickstart/seed-1 small --command "bash recipes/..." --json recipes/records/NAME.json
+python recipes/learning_record.py outputs/quickstart/seed-1 small --command "bash recipes/..." \\
+    --json recipes/records/NAME.json
 """
 
 import json

@@ -1,13 +1,21 @@
 #!/usr/bin/env bash
-# The records of GRPO with vLLM: the 7 B recipe with random weights, on one GPU told that it has 80 GB, beside 128 GiB of host memory,
-# and learning with a small model.
+# The records of GRPO with vLLM: the 7 B recipe with random weights, on one GPU told that it has 80 GB, beside 128 GiB
+# of host memory, and learning with a small model.
 #   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [8x2-fp8] [32x8] [learning]     all five without arguments
-# 8x2: 8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16. 8x2-fp8: the same with vLLM in FP8. 32x8:
-# without a KL term, moments in fp32, temperature 0.7.
-# Answers of random weights are noise, so their rewards are arbitrary numbers: equal ones would make every gradient zero.
-# OVERRIDES: more Hydra overrides, for a machine that is not the one described, say a larger host.
-# 8x2 begins grpo_7b_h200.json, 32x8 goes on with it (of the same commit and machine); 8x2-fp8 and learning have records of their own.
-# WORK: model, data, outputs (default outputs/measure). RECORDS: where the records go (default recipes/records). PYTHON: as in the recipes.
+#
+#   8x2       8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16; begins
+#             grpo_7b_h200.json
+#   8x2-fp8   the same with vLLM in FP8; has a record of its own
+#   32x8      without a KL term, moments in fp32, temperature 0.7; goes on with the record of 8x2 (of the same commit
+#             and machine)
+#   learning  has a record of its own
+# Answers of random weights are noise, so their rewards are arbitrary numbers: equal ones would make every gradient
+# zero.
+#
+#   OVERRIDES  more Hydra overrides, for a machine that is not the one described, say a larger host
+#   WORK       model, data, outputs (outputs/measure)
+#   RECORDS    where the records go (recipes/records)
+#   PYTHON     as in the recipes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=${WORK:-outputs/measure}
@@ -28,7 +36,8 @@ EOF
     "$PYTHON" examples/prepare_gsm8k.py "$work/data" --train "$work/questions.jsonl" --test "$work/questions.jsonl"
 }
 
-# run CASE RECORD PROMPTS ANSWERS STEPS UNCOUNTED OVERRIDES...    RECORD: NAME, or +NAME to go on with it. The first UNCOUNTED steps are not in the figures
+# run CASE RECORD PROMPTS ANSWERS STEPS UNCOUNTED OVERRIDES...
+# RECORD: NAME, or +NAME to go on with it. The first UNCOUNTED steps are not in the figures.
 run() {
     local case=$1 record=$2 prompts=$3 answers=$4 steps=$5 uncounted=$6 out=$work/$1
     shift 6

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The records of the training pipeline, on one GPU with 128 GiB of host memory beside it (an H200 in recipes/records).
 #   bash recipes/measure_h200.sh [step] [adam] [peers]     all three without arguments
-# RECORDS: where they go (default recipes/records). PYTHON: the interpreter (default python3), with this package and its `bench` and
-# `deepspeed` extras.
+#   RECORDS  where they go (recipes/records)
+#   PYTHON   the interpreter, with this package and its `bench` and `deepspeed` extras (python3)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 records=${RECORDS:-recipes/records}

@@ -9,15 +9,17 @@
 #   2. builds a byte-level tokenizer, a small random Qwen2 (0.2 M parameters) and a task: adding three-digit numbers
 #      column by column, with a rule reward (recipes/quickstart/task.py)
 #   3. warms the model up by supervised fine-tuning on careless demonstrations (VERL's SFT trainer, engine=megatrain)
-#   4. runs GRPO with a KL loss to the warmed-up policy (verl.trainer.main_ppo, model_engine=megatrain, rollout.name=$ROLLOUT)
+#   4. runs GRPO with a KL loss to the warmed-up policy (verl.trainer.main_ppo, model_engine=megatrain,
+#      rollout.name=$ROLLOUT)
 #   5. measures both checkpoints on problems that were never trained on, the same way
-# What comes out, in outputs/quickstart/seed-$SEED: reward.png, the logs and metrics of every stage, VERL checkpoints, and
-# checkpoint/, which AutoModelForCausalLM loads. The last line is `held-out reward: A -> B`, after warm-up and after GRPO.
+# It leaves in outputs/quickstart/seed-$SEED: reward.png, the logs and metrics of every stage, VERL checkpoints, and
+# checkpoint/, which AutoModelForCausalLM loads. The last line is `held-out reward: A -> B`, after warm-up and after
+# GRPO.
 #
 # Settings (environment):
 #   SEED             seeds model, data and sampling (1)
-#   ROLLOUT          embedded: on the CPU; vllm: on a GPU, by an interpreter PYTHON that has this package, VERL and vLLM, a model of 0.3 M
-#                    parameters with weights in bf16 (embedded)
+#   ROLLOUT          embedded: on the CPU; vllm: on a GPU, by an interpreter PYTHON that has this package, VERL and
+#                    vLLM, a model of 0.3 M parameters with weights in bf16 (embedded)
 #   QUICKSTART_VENV  the venv to make or to reuse (.venv-quickstart)
 #   QUICKSTART_OUT   the output folder (outputs/quickstart/seed-$SEED)
 #   PYTHON           the interpreter for a new venv (the first of python3.12, 3.11, 3.10, python3 that fits)
@@ -122,7 +124,8 @@ warm_up() {
     trainer.default_local_dir="$OUT/sft"
 }
 
-# On a CPU the logical GPU and the eight logical cores are for VERL's placement, which counts accelerators; nothing uses a GPU.
+# On a CPU the logical GPU and the eight logical cores are for VERL's placement, which counts accelerators; nothing uses
+# a GPU.
 grpo() {
   stage GRPO "$GRPO_STEPS" grpo \
     "$RUN_PYTHON" -m verl.trainer.main_ppo model_engine=megatrain \

@@ -1,4 +1,4 @@
-"""The command line that the scripts which make a record of a finished run share: grpo_record.py and learning_record.py."""
+"""The command line of the scripts that make a record of a finished run: grpo_record.py and learning_record.py."""
 
 import argparse
 import sys
@@ -20,7 +20,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def write(arguments: argparse.Namespace, fill: Callable[[Record], None]) -> None:
-    """Let `fill` put in what the run left and write it; what is missing is one line. With --check nothing is read or written."""
+    """Let `fill` put in what the run left, and write the record; what is missing is one line.
+
+    With --check nothing is read or written.
+    """
     record = Record([], command=arguments.command)
     try:
         check_writable(arguments.json, "--json")

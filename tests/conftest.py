@@ -1,4 +1,8 @@
-"""Shared fixtures. `device` runs a test on the CPU and, marked `gpu`, its twin on CUDA."""
+"""Shared fixtures, marks and the order of tests.
+
+`device` runs a test on the CPU and, marked `gpu`, its twin on CUDA. Every test marked `gpu` also gets the mark of its
+part (gpu_parts.py).
+"""
 
 import functools
 import sys
@@ -8,9 +12,12 @@ import pytest
 import torch
 from transformers.utils import logging
 
-logging.disable_progress_bar()
-# oracle.py, tiny.py and varlen_on_cpu.py are modules of the tests
+# gpu_parts.py, oracle.py, tiny.py and varlen_on_cpu.py are modules of the tests
 sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_parts import gpu_parts_of
+
+logging.disable_progress_bar()
 
 # Tiny tensors: a second OpenMP thread only waits, and on a busy machine it spins while it does.
 torch.set_num_threads(1)
@@ -18,7 +25,12 @@ torch.set_num_threads(1)
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "gpu" in item.keywords:
+            for part in gpu_parts_of(item.path):
+                item.add_marker(part)
     if hasattr(config, "workerinput"):  # of pytest-xdist: whole runs first, so that none is left alone at the end
         items.sort(key=lambda item: "e2e" not in item.keywords)
     if torch.cuda.is_available():
@@ -30,8 +42,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Whole runs one after the other in one worker, since two of them starting at once are more than Ray's time limits bear on two cores; the
-    other files beside them."""
+    """Whole runs one after the other in one worker, the other files beside them.
+
+    Two whole runs that start at once are more than Ray's time limits bear on two cores.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
@@ -55,7 +69,7 @@ def device(request) -> str:
 
 @pytest.fixture
 def deterministic():
-    """CUDA kernels that can choose a fixed order of summation do (attention's backward cannot otherwise)."""
+    """Makes CUDA kernels that can choose a fixed order of summation do so (attention's backward cannot otherwise)."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,6 +1,7 @@
-"""The oracle: plain Hugging Face model, autograd, torch.optim.AdamW. What the streaming trainer must equal.
+"""The oracle that the streaming trainer must equal: plain Hugging Face model, autograd, torch.optim.AdamW.
 
-Also the baseline of the benchmarks. Sequences run one by one, unpadded, so no mask or packing code is shared with what is tested.
+Also the baseline of the benchmarks. Sequences run one by one, unpadded, so no mask or packing code is shared with what
+is tested.
 """
 
 from dataclasses import dataclass

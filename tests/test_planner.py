@@ -1,6 +1,7 @@
 """Refusals before anything is allocated: each names the setting to change."""
 
 import dataclasses
+import re
 
 import pytest
 import tiny
@@ -39,22 +40,20 @@ def test_a_smaller_budget_gives_smaller_packs(qwen_7b):
 
 
 def test_budget_too_small_names_what_would_do(qwen_7b):
-    with pytest.raises(
-        ValueError, match=r"gpu_budget_gb=3 is too small for this model: it needs at least (\d+\.?\d*)"
-    ) as error:
+    with pytest.raises(ValueError, match=r"^gpu_budget_gb=3 ") as error:
         plan(qwen_7b, gpu_budget_gb=3)
-    needed = float(str(error.value).split("at least ")[1].split(";")[0])
+    needed = float(re.search(r"at least (\d+\.?\d*)", str(error.value))[1])
     assert plan(qwen_7b, gpu_budget_gb=needed).pack_tokens >= 1  # the advice works
 
 
 def test_pack_tokens_beyond_the_budget(qwen_7b):
     limit = plan(qwen_7b).max_pack_tokens
-    with pytest.raises(ValueError, match=f"pack_tokens={limit + 1} does not fit gpu_budget_gb=9: at most {limit}"):
+    with pytest.raises(ValueError, match=rf"^pack_tokens={limit + 1} .*gpu_budget_gb=9\b.*\b{limit}\b"):
         plan(qwen_7b, pack_tokens=limit + 1)
 
 
 def test_host_too_small_states_the_shortfall(qwen_7b):
-    with pytest.raises(ValueError, match=r"needs 10\d\.\d GB of host RAM and 64\.0 GB are available: 4\d\.\d GB short"):
+    with pytest.raises(ValueError, match=r"\b10\d\.\d GB.*\b64\.0 GB.*\b4\d\.\d GB.*host_budget_gb"):
         make_plan(qwen_7b, StreamConfig(host_budget_gb=64), AdamWConfig(), reference=False)
 
 
@@ -66,24 +65,24 @@ def test_sequence_beyond_the_budget(tmp_path):
     assert [p.num_tokens for p in packs] == [40, 16]
     assert len(trainer.forward_backward(packs, NegativeLogLikelihood(packs)).losses) == 2
     small = dataclasses.replace(trainer.plan, max_pack_tokens=39)
-    with pytest.raises(
-        ValueError, match="a sequence of 40 tokens does not fit gpu_budget_gb=9: at most 39; raise gpu_budget_gb"
-    ):
+    with pytest.raises(ValueError, match=r"a sequence of 40 tokens .*gpu_budget_gb=9\b.*\b39\b.*raise gpu_budget_gb"):
         check_packs(small, trainer.config, packs)
     trainer.plan = small
     for call in (
         lambda: trainer.log_probs(packs),
         lambda: trainer.forward_backward(packs, NegativeLogLikelihood(packs)),
     ):
-        with pytest.raises(ValueError, match="does not fit gpu_budget_gb"):
+        with pytest.raises(ValueError, match="gpu_budget_gb="):
             call()
     trainer.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_several_sweeps_give_the_update_of_one(tmp_path, dtype):
-    """Layer inputs beyond host RAM run in several sweeps: the same statistics, and the same gradients up to the rounding of the
-    sums that come back in between."""
+    """Layer inputs beyond host RAM run in several sweeps: the same statistics, and nearly the same gradients.
+
+    The gradients differ by the rounding of the sums that come back in between.
+    """
     types = dict(param_dtype=dtype, grad_dtype=dtype)
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config(tied=True)), tmp_path), **types)
     data = tiny.sequences()
@@ -115,7 +114,7 @@ def test_several_sweeps_give_the_update_of_one(tmp_path, dtype):
 def test_a_pack_beyond_the_host(tmp_path):
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
     trainer.plan = dataclasses.replace(trainer.plan, host_limit_bytes=trainer.plan.host_bytes + 1000)
-    with pytest.raises(ValueError, match="layer inputs of a pack of .* lower pack_tokens, raise checkpoint_interval"):
+    with pytest.raises(ValueError, match=r"layer inputs .*pack_tokens.*checkpoint_interval.*host_budget_gb"):
         trainer.log_probs(tiny.packs(tiny.sequences()))
     trainer.close()
 

@@ -68,8 +68,9 @@ def trainer(
 
 
 class WeightedLoss:
-    """A loss with a different weight on every token's log-prob and entropy, normalised by a constant of the whole mini-batch.
+    """A loss with a different weight on every token's log-prob and entropy.
 
+    It is normalised by a constant of the whole mini-batch.
     weights: by sequence, (L,) each; entry t weighs what token t predicts.
     """
 

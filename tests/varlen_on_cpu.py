@@ -1,17 +1,18 @@
-"""torch's variable-length attention on a CPU, for tests of what is built around it: forward and backward by their formulas.
+"""torch's variable-length attention on a CPU, for tests of what is built around it: forward and backward by formula.
 
 Importing this registers both for the process; the package itself never asks for them on a CPU.
 """
 
+import itertools
+
 import torch
-import torch.nn.attention.varlen  # noqa: F401  (defines the operators)
+import torch.nn.attention.varlen  # defines the operators
 
 
 def _sequences(query_TND, key_TKD, cu_seqlens, scale):
     """(rows, heads sharing a key head, masked scores (N, L, L)) of each sequence."""
     group = query_TND.shape[1] // key_TKD.shape[1]
-    bounds = cu_seqlens.tolist()
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
         rows = slice(start, end)
         scores = torch.einsum("tnd,snd->nts", query_TND[rows], key_TKD[rows].repeat_interleave(group, 1)) * scale
         future = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)

@@ -1,9 +1,9 @@
 """The only place that allocates large host memory, and the only place that pins it.
 
-Memory is mapped pageable with huge pages asked for (fewer to pin and to look up; what the optimizer gains by them is within noise),
-touched once, and registered with CUDA as one large region: about ten times faster than cudaHostAlloc and without the power-of-two
-rounding of a caching allocator. Regions are unregistered when their owner closes
-them (or is collected), before the memory goes.
+Memory is mapped pageable with huge pages asked for (fewer to pin and to look up; what the optimizer gains by them is
+within noise), touched once, and registered with CUDA as one large region: about ten times faster than cudaHostAlloc
+and without the power-of-two rounding of a caching allocator. Regions are unregistered when their owner closes them
+(or is collected), before the memory goes.
 """
 
 import contextlib
@@ -68,7 +68,8 @@ def _register(flat: Tensor) -> bool:
 
 
 def _forget_cuda_error() -> None:
-    """A refused call leaves its error behind as the thread's last one, and the next kernel launch would report it as its own."""
+    """Clear the thread's last CUDA error: a refused call leaves its own there, and the next launch would report it."""
+    assert torch.version.cuda is not None  # the refusal came from CUDA
     runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # the one torch has loaded
     runtime.cudaGetLastError()
 

@@ -1,7 +1,7 @@
-"""Where weights live in host RAM, one flat region per block, and who may read them when.
+"""Stores of weights in host RAM, one flat region per block; a store says who may read a block when.
 
-`HostStore` holds the policy. `MappedStore` is a frozen store that holds nothing: it reads a checkpoint's memory-mapped files
-through a few pinned staging buffers. The weight ring and the trainer see both as a `WeightStore`.
+`HostStore` holds the policy. `MappedStore` is a frozen store that holds nothing: it reads a checkpoint's memory-mapped
+files through a few pinned staging buffers. The weight ring and the trainer see both as a `WeightStore`.
 """
 
 import threading
@@ -31,7 +31,7 @@ class WeightStore(Protocol):
         has been reported by `copied`."""
 
     def readable(self, block: Block) -> bool:
-        """Whether `read` would return at once."""
+        """True when `read` would return at once."""
 
     def copied(self, block: Block, fence: HostFence) -> None:
         """Tell the store that the device copy of what `read` returned is complete once `fence` is."""
@@ -45,8 +45,8 @@ class WeightStore(Protocol):
 class HostStore:
     """Weights of every block in host RAM.
 
-    A writer (the optimizer, a checkpoint) brackets its work with `begin_write` / `end_write`; `read` waits for that block
-    only. If a writer failed, `read` raises its error instead of handing out half-written weights.
+    A writer (the optimizer, a checkpoint) brackets its work with `begin_write` / `end_write`; `read` waits for that
+    block only. If a writer failed, `read` raises its error instead of handing out half-written weights.
 
     waited_s: seconds that `read` has waited so far.
     """
@@ -111,8 +111,9 @@ class HostStore:
 class MappedStore:
     """Frozen weights read straight from a checkpoint directory; no anonymous host memory but `buffers` staging blocks.
 
-    Speed is that of a host copy while the files sit in page cache, of the disk otherwise. The files must not be overwritten in
-    place while the store lives (replacing or deleting them is harmless: the mapping keeps the old content).
+    Speed is that of a host copy while the files sit in page cache, of the disk otherwise. The files must not be
+    overwritten in place while the store lives (replacing or deleting them is harmless: the mapping keeps the old
+    content).
     """
 
     def __init__(self, spec: DecoderSpec, reader: CheckpointReader, dtype: torch.dtype, *, pin: bool, buffers: int = 2):
@@ -152,7 +153,7 @@ class MappedStore:
 
 
 def check_shapes(spec: DecoderSpec, reader: CheckpointReader) -> None:
-    """Every parameter is in the checkpoint with the shape that config.json implies, or a ValueError names it."""
+    """Check that the checkpoint has every parameter in the shape that config.json implies; a ValueError names one."""
     for block in spec.blocks:
         for name in block.layout.slots:
             check_shape(block, name, tuple(reader.tensor(block.names[name]).shape))
@@ -171,5 +172,8 @@ def fill_from_checkpoint(block: Block, flat: Tensor, reader: CheckpointReader) -
 
 
 def copy_rounded(place: Tensor, tensor: Tensor) -> None:
-    """Copy into a store's weights, rounded like the optimizer rounds its masters: policy and reference of one checkpoint agree."""
+    """Copy into a store's weights, rounded like the optimizer rounds its masters.
+
+    Policy and reference of one checkpoint therefore agree.
+    """
     place.copy_(nearest_bfloat16(tensor) if place.dtype == torch.bfloat16 else tensor)

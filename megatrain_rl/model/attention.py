@@ -1,11 +1,13 @@
 """Causal attention over a pack of sequences laid end to end; no token sees another sequence.
 
-Registered with transformers under `ATTENTION_NAME`; decoder layers hand through the keyword arguments of `AttentionInputs`.
-Shapes: T tokens, N query heads, K key-value heads, D head size. transformers passes (1, heads, T, D) and expects (1, T, N, D).
+Registered with transformers under `ATTENTION_NAME`; decoder layers hand the keyword arguments of
+`template.LayerInputs.attention` through to it. Shapes: T tokens, N query heads, K key-value heads, D head size.
+transformers passes (1, heads, T, D) and expects (1, T, N, D).
 """
 
 import inspect
-from typing import Literal
+import itertools
+from typing import Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +18,24 @@ from transformers import AttentionInterface
 ATTENTION_NAME = "megatrain_packed"
 Backend = Literal["varlen", "flash_attn", "sdpa"]
 
+
+class _VarlenOptions(TypedDict, total=False):
+    enable_gqa: bool
+
+
 # torch 2.11's kernel takes fewer key-value heads as they come; later versions want to be told.
-_VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_VARLEN_GQA: _VarlenOptions = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def resolve_backend(setting: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """`attention` setting -> backend. Says no to a combination that cannot run; picks only for "auto"."""
+def resolve_backend(setting: Literal["auto"] | Backend, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The backend that the `attention` setting stands for; this function picks only for "auto".
+
+    A setting that cannot run with this device and dtype is a ValueError, and so is a package that is not installed.
+    """
     if setting == "auto":
         return "varlen" if device.type == "cuda" and dtype == torch.bfloat16 else "sdpa"
-    if setting in ("varlen", "flash_attn"):
-        if device.type != "cuda" or dtype != torch.bfloat16:
-            raise ValueError(f"attention={setting} needs CUDA and param_dtype=bfloat16; set attention=auto or sdpa")
+    if setting in ("varlen", "flash_attn") and (device.type != "cuda" or dtype != torch.bfloat16):
+        raise ValueError(f"attention={setting} needs CUDA and param_dtype=bfloat16; set attention=auto or sdpa")
     if setting == "flash_attn":
         try:
             import flash_attn  # noqa: F401
@@ -57,8 +66,11 @@ def packed_attention(
     dropout: float = 0.0,
     **unused,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature. `cu_seqlens`: int32 (S+1,) on the device; `sequence_bounds`: the same on the host,
-    read by the SDPA path only (empty for the others, so that compiled graphs do not specialise on it)."""
+    """The function that transformers' layers call as their attention; the signature is transformers'.
+
+    cu_seqlens: int32 (S+1,) on the device. sequence_bounds: the same on the host, read by the SDPA path only (empty for
+    the others, so that compiled graphs do not specialise on it).
+    """
     assert attention_mask is None and dropout == 0.0
     if attention_backend == "sdpa":
         return _sdpa(query, key, value, scaling, sequence_bounds, sliding_window), None
@@ -69,6 +81,7 @@ def packed_attention(
             query_TND, key_TKD, value_TKD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
             scale=scaling, window_size=window, **_VARLEN_GQA,
         )  # fmt: skip
+        assert isinstance(out_TND, Tensor)  # a tuple only when asked for more
     else:
         from flash_attn import flash_attn_varlen_func
 
@@ -89,7 +102,7 @@ def _sdpa(
 ) -> Tensor:
     """Exact path: each sequence alone through torch's scaled dot product attention."""
     outs = []
-    for start, end in zip(sequence_bounds[:-1], sequence_bounds[1:], strict=True):
+    for start, end in itertools.pairwise(sequence_bounds):
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
         mask = None
         if sliding_window is not None and sliding_window < end - start:

@@ -1,7 +1,8 @@
 """DecoderSpec: what is streamed. A Hugging Face causal language model as blocks with flat layouts.
 
-The model is built once on the meta device (no memory); its own layer classes do the arithmetic, so a layer here computes what
-transformers computes. Blocks, in forward order: `embed`, `layers.0` ..., `head` (final norm, and the output matrix unless tied).
+The model is built once on the meta device (no memory); its own layer classes do the arithmetic, so a layer here
+computes what transformers computes. Blocks, in forward order: `embed`, `layers.0` ..., `head` (final norm, and the
+output matrix unless tied).
 """
 
 import copy
@@ -34,8 +35,11 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """Blocks and meta modules of one model. `layer_modules[i]` is the module that runs layer i; layers of the same structure
-    share a module (one compiled graph, one set of views to bind)."""
+    """Blocks and meta modules of one model.
+
+    layer_modules: the module that runs each layer; layers of the same structure share one (one compiled graph, one set
+    of views to bind).
+    """
 
     config: PretrainedConfig
     embed: Block
@@ -128,8 +132,10 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
 
 
 def _check_rope(config: PretrainedConfig) -> None:
-    """Position encodings must depend on the position alone: some kinds rescale by the longest sequence they are run with, which in
-    a pack would be a neighbour's."""
+    """Refuse position encodings that depend on more than the position, with a ValueError.
+
+    Some kinds rescale by the longest sequence they are run with, which in a pack would be a neighbour's.
+    """
     rope_type = (config.to_dict().get("rope_parameters") or {}).get("rope_type", "default")
     if rope_type not in _ROPE_TYPES:
         raise ValueError(f"rope_type={rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}")
@@ -143,8 +149,11 @@ def _module_block(name: str, module: nn.Module, prefix: str) -> Block:
 def _shared_modules(
     layers: list[nn.Module], blocks: tuple[Block, ...], config: PretrainedConfig
 ) -> tuple[nn.Module, ...]:
-    """The first layer of each structural group stands for the group. Layers that hold equal parameters but compute
-    differently (a sliding window here, full attention there) are different groups: `layer_types` tells."""
+    """For each layer, the first layer of its structural group, which stands for the group.
+
+    Layers that hold equal parameters but compute differently (a sliding window here, full attention there) are
+    different groups: `layer_types` tells.
+    """
     layer_types = config.to_dict().get("layer_types") or ["full_attention"] * len(layers)
     representative: dict[tuple, nn.Module] = {}
     return tuple(

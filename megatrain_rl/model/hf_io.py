@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories: read tensor by tensor from memory-mapped safetensors, write in bounded shards."""
+"""Hugging Face checkpoint directories: read by tensor from memory-mapped safetensors, written in bounded shards."""
 
 import json
 import shutil

@@ -1,7 +1,7 @@
 """LayerLayout: the one map from a parameter's name to its place in a flat buffer.
 
-Weights, residuals, moments and gradients of a block all use the same layout, on the host and on the device, so a block crosses
-the link, is normed and is stepped as one contiguous tensor. Nothing else computes an offset.
+Weights, residuals, moments and gradients of a block all use the same layout, on the host and on the device, so a block
+crosses the link, is normed and is stepped as one contiguous tensor. Nothing else computes an offset.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Weight gradients of linear layers, as their two factors.
 
-A linear layer's weight gradient is grad_out^T x. Autograd would multiply at once, in the layer's dtype, and the caller would add the
-product to its sum: another pass over an fp32 buffer of the weight's size for every pack. Under `LinearTaps` backward hands out the two
-factors instead, and the caller adds their product to its fp32 sum in the matrix product itself (`ops.matmul.add_product`).
+A linear layer's weight gradient is grad_out^T x. Autograd would multiply at once, in the layer's dtype, and the caller
+would add the product to its sum: another pass over an fp32 buffer of the weight's size for every pack. Under
+`LinearTaps` backward hands out the two factors instead, and the caller adds their product to its fp32 sum in the matrix
+product itself (`ops.matmul.add_product`).
 
 Shapes: T tokens of a pack, I and O the widths of a linear layer.
 """
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True, kw_only=True)
 class Tap:
-    """weight: its name. The weight's gradient is grad_TO^T input_TI."""
+    """Two factors of a weight's gradient, which is grad_TO^T input_TI. weight: the weight's name."""
 
     weight: str
     grad_TO: Tensor
@@ -25,7 +26,7 @@ class Tap:
 
 
 class LinearTaps(TorchFunctionMode):
-    """While active, `F.linear` by one of `weights` reports to `taps` in backward and gives that weight no gradient of its own.
+    """While active, `F.linear` by one of `weights` reports to `taps` in backward and gives that weight no gradient.
 
     A weight used twice is reported twice. Input and bias get their gradients by autograd as always.
     """

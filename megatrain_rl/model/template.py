@@ -1,8 +1,8 @@
 """LayerRunner: meta modules run over views of flat buffers. Nothing is copied to bind a layer's weights.
 
-Compiled or not, a layer's backward is one function of weights, input and output gradient (`_LayerFunctions._vjp`): recompute and
-vector-Jacobian product together. Compiled, it is traced into one graph, so what only the layer's output needs (its last matrix
-product) is not recomputed at all.
+Compiled or not, a layer's backward is one function of weights, input and output gradient (`_LayerFunctions._vjp`):
+recompute and vector-Jacobian product together. Compiled, it is traced into one graph, so what only the layer's output
+needs (its last matrix product) is not recomputed at all.
 
 Shapes: T tokens of a pack, H hidden size.
 """
@@ -17,13 +17,13 @@ from torch.func import functional_call
 from megatrain_rl.model.attention import Backend
 from megatrain_rl.model.decoder import DecoderSpec
 from megatrain_rl.model.taps import LinearTaps, Tap
-from megatrain_rl.model.traced import TracedVjp, mark_shapes
+from megatrain_rl.model.traced import TracedVjp, Vjp, mark_shapes
 from megatrain_rl.ops.matmul import add_product
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """What every layer needs of a pack besides the hidden states; made once per pack and sweep, on the device.
+    """A pack's inputs to every layer besides the hidden states; made once per pack and sweep, on the device.
 
     cos_sin: rotary tables (1, T, D) each, or None to make them anew in every layer.
     """
@@ -36,8 +36,8 @@ class LayerInputs:
 class LayerRunner:
     """Runs layers of a DecoderSpec on one device.
 
-    compile: one graph for forward and one for backward per structural group, shared by all its layers (weights are inputs of the
-    graph) and by packs of every size.
+    compile: one graph for forward and one for backward per structural group, shared by all its layers (weights are
+    inputs of the graph) and by packs of every size.
     """
 
     def __init__(self, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, backend: Backend, compile: bool):
@@ -55,7 +55,10 @@ class LayerRunner:
         self._groups = [groups[m] for m in spec.layer_modules]
 
     def warm_up(self) -> None:
-        """Let the matrix libraries take their workspaces, of this thread and of autograd's, before memory is reserved: they keep them."""
+        """Let the matrix libraries take their workspaces, which they keep, before memory is reserved.
+
+        There is one for this thread and one for autograd's.
+        """
         if self._device.type != "cuda":
             return
         square = torch.zeros(64, 64, dtype=self._dtype, device=self._device, requires_grad=True)
@@ -64,8 +67,11 @@ class LayerRunner:
         torch.autograd.grad(out.sum(), square)
 
     def inputs(self, positions_T: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, keep_rotary: bool) -> LayerInputs:
-        """positions_T, cu_seqlens (S+1,): as in `PackedBatch`, on the CPU. keep_rotary: hold the pack's rotary tables; without, its
-        memory is 8 bytes a token."""
+        """Make a pack's `LayerInputs` on the device.
+
+        positions_T, cu_seqlens (S+1,): as in `PackedBatch`, on the CPU. keep_rotary: hold the pack's rotary tables;
+        without, its memory is 8 bytes a token.
+        """
         positions_1T = positions_T.to(self._device, non_blocking=True)[None]
         sdpa = self._backend == "sdpa"
         return LayerInputs(
@@ -92,8 +98,10 @@ class LayerRunner:
         grad_out_TH: Tensor,
         sums: dict[str, Tensor],
     ) -> Tensor:
-        """Gradient (T, H) of the input of layer `index`, given that of its output; the weights' gradients are added to `sums` (fp32,
-        shaped, by name)."""
+        """Returns the gradient (T, H) of the input of layer `index`, given that of its output.
+
+        The weights' gradients are added to `sums` (fp32, shaped, by name).
+        """
         arguments = self._arguments(weights, hidden_TH, inputs)
         grad_hidden_TH, taps, others = self._groups[index].vjp(weights, *arguments, grad_out_TH)
         for tap in taps:
@@ -125,7 +133,7 @@ class _LayerFunctions:
     def __init__(self, module: nn.Module, compile: bool):
         self._module = module
         self.forward = torch.compile(self._run, dynamic=True) if compile else self._run
-        self.vjp = TracedVjp(self._vjp) if compile else self._vjp
+        self.vjp: Vjp = TracedVjp(self._vjp) if compile else self._vjp
 
     def _run(self, weights, hidden_TH, positions_1T, cos_sin, attention) -> Tensor:
         out = functional_call(

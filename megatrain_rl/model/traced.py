@@ -1,9 +1,11 @@
 """TracedVjp: a layer's vector-Jacobian product as one compiled graph.
 
-torch.compile cuts at `autograd.grad`, and its own backward graphs keep the whole forward. Tracing the function with `make_fx` first
-gives one graph of plain operations; what no result needs is dropped from it, and torch.compile makes kernels of the rest.
+torch.compile cuts at `autograd.grad`, and its own backward graphs keep the whole forward. Tracing the function with
+`make_fx` first gives one graph of plain operations; what no result needs is dropped from it, and torch.compile makes
+kernels of the rest.
 
-Shapes: T tokens of a pack, S sequences in it. T, S and the longest sequence's length are symbolic: packs of every size share a graph.
+Shapes: T tokens of a pack, S sequences in it. T, S and the longest sequence's length are symbolic: packs of every size
+share a graph.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +27,7 @@ def mark_shapes(
     cos_sin: tuple[Tensor, Tensor],
     cu_seqlens: Tensor,
 ) -> None:
-    """Only tokens and sequences vary. Everything else is fixed, so that kernels know widths and strides."""
+    """Tell torch.compile that only tokens and sequences vary. All else is fixed: kernels know widths and strides."""
     for weight in weights:
         torch._dynamo.mark_static(weight)
     torch._dynamo.mark_static(hidden_TH, 1)
@@ -38,7 +40,7 @@ def mark_shapes(
 
 
 class TracedVjp:
-    """Same arguments and results as `vjp`, a `_LayerFunctions._vjp`. Traced at the first call."""
+    """A function with the arguments and results of `vjp`, a `_LayerFunctions._vjp`. Traced at the first call."""
 
     def __init__(self, vjp: Vjp):
         self._vjp = vjp
@@ -91,8 +93,11 @@ class TracedVjp:
 
 
 def _examples(tensors: tuple[Tensor, ...], num_weights: int) -> tuple[list[Tensor], int]:
-    """Stand-ins to trace with: the tracer gives equal sizes one symbol, so numbers of tokens and sequences must not happen to equal a
-    width, or each other. Only their shapes are looked at."""
+    """Stand-ins to trace with, of which only the shapes are looked at.
+
+    The tracer gives equal sizes one symbol, so the numbers of tokens and sequences must not happen to equal a width, or
+    each other.
+    """
     weights, (hidden_TH, positions_1T, cos, sin, cu_seqlens, grad_out_TH) = tensors[:num_weights], tensors[num_weights:]
     taken = {size for weight in weights for size in weight.shape} | {cos.shape[2]}
     free = [n for n in (509, 251, 127, 113, 109, 107, 103, 101, 97, 89) if n not in taken]

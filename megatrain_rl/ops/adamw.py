@@ -1,15 +1,17 @@
-"""The host AdamW step on one flat range, and its inverse: native op, torch reference, and the split of an fp32 master into 2 + 2 bytes.
+"""The host AdamW step on one flat range, and its inverse: native op and torch reference. Also here: the split of an
+fp32 master into 2 + 2 bytes.
 
 Update (Loshchilov & Hutter 2019, algorithm 2, as in `torch.optim.AdamW`), with g the scaled gradient:
     m <- b1 m + (1-b1) g;  v <- b2 v + (1-b2) g^2
     w <- w (1 - lr wd) - (lr / (1-b1^t)) m / (sqrt(v) / sqrt(1-b2^t) + eps)
-Native and reference do the same operations in the same order in fp32, each rounded once, so they agree to the bit. Moments in bf16
-are rounded stochastically (an update smaller than half a unit in the last place still counts in the mean) and used as they are
-stored; the random bits depend on `key` and the element's index alone.
+Native and reference do the same operations in the same order in fp32, each rounded once, so they agree to the bit.
+Moments in bf16 are rounded stochastically (an update smaller than half a unit in the last place still counts in the
+mean) and used as they are stored; the random bits depend on `key` and the element's index alone.
 
-A step that may have to be taken back is taken in two parts. GUARDED leaves out the elements whose g^2 is more than `guard` times v, for
-which the inverse would lose m and v in rounding; FINISH steps those. UNDO solves the update for the old w, m, v of what GUARDED stepped.
-GUARDED then FINISH is STEP to the bit. GUARDED marks where it left elements, so that FINISH need not look through all.
+A step that may have to be taken back is taken in two parts. GUARDED leaves out the elements whose g^2 is more than
+`guard` times v, for which the inverse would lose m and v in rounding; FINISH steps those. UNDO solves the update for
+the old w, m, v of what GUARDED stepped. GUARDED then FINISH is STEP to the bit. GUARDED marks where it left elements,
+so that FINISH need not look through all.
 """
 
 import ctypes
@@ -24,7 +26,7 @@ from megatrain_rl.ops.build import load_library
 
 
 class Mode(enum.IntEnum):
-    """What a pass over a range does; values of the native enum."""
+    """Kind of a pass over a range; values of the native enum."""
 
     STEP = 0
     GUARDED = 1
@@ -36,8 +38,8 @@ class Mode(enum.IntEnum):
 LEFT_GRAIN = 4096
 # The native kNegligible.
 _NEGLIGIBLE = 2.0**-100
-# guard times (1 - beta2), by the moments' dtype. v then loses at most a few hundred (fp32) or 3 (bf16) units in the last place to an
-# undone step; above 1, so that a stepped element is never taken for a left one.
+# guard times (1 - beta2), by the moments' dtype. v then loses at most a few hundred (fp32) or 3 (bf16) units in the
+# last place to an undone step; above 1, so that a stepped element is never taken for a left one.
 _GUARDS = {torch.float32: 100.0, torch.bfloat16: 2.0}
 
 
@@ -105,10 +107,11 @@ def adamw_native(
     mode: Mode = Mode.STEP,
     left: Tensor | None = None,
 ) -> int:
-    """In place on flat CPU tensors (N,): weight bf16 with an int16 residual, or fp32 with None; grad, and m with v, bf16 or fp32.
+    """Run one pass of `mode` in place on flat CPU tensors (N,). Returns how many elements are beyond the guard.
 
-    key: 32 bits that choose the random bits of bf16 moments. left: uint8 (ceil(N / LEFT_GRAIN),), marks that GUARDED writes and FINISH
-    goes by; None: FINISH goes through all. Returns how many elements are beyond the guard.
+    weight: bf16 with an int16 residual, or fp32 with None. grad: bf16 or fp32. m, v: bf16 or fp32, both the same.
+    key: 32 bits that choose the random bits of bf16 moments.
+    left: uint8 (ceil(N / LEFT_GRAIN),), marks that GUARDED writes and FINISH goes by; None: FINISH goes through all.
     """
     _check(weight, residual, grad, m, v)
     assert left is None or (left.dtype == torch.uint8 and left.shape == (-(-weight.numel() // LEFT_GRAIN),))
@@ -144,7 +147,7 @@ def adamw_reference(
     key: int = 0,
     mode: Mode = Mode.STEP,
 ) -> int:
-    """The same in plain torch."""
+    """`adamw_native` in plain torch, always on all elements."""
     _check(weight, residual, grad, m, v)
     s = AdamWScalars(*torch.tensor(astuple(scalars), dtype=torch.float32).tolist())
     g = grad.float() * s.grad_scale
@@ -179,15 +182,17 @@ def _denominator(v: Tensor, s: AdamWScalars) -> Tensor:
 
 
 def _rounded_moments(m: Tensor, v: Tensor, dtype: torch.dtype, key: int) -> tuple[Tensor, Tensor]:
-    """fp32 values that `dtype` holds; for bf16 stochastically rounded."""
+    """The moments as fp32 values that `dtype` holds; for bf16 stochastically rounded."""
     if dtype == torch.float32:
         return m, v
     random = _random_bits((torch.arange(m.numel()) & 0xFFFFFFFF) ^ key)
-    whole = [
-        (value.view(torch.int32).long() & 0xFFFFFFFF) + bits
-        for value, bits in ((m, random & 0xFFFF), (v, random >> 16))
-    ]
-    return tuple((bits >> 16).to(torch.int16).view(torch.bfloat16).float() for bits in whole)
+    return _stochastic_bfloat16(m, random & 0xFFFF), _stochastic_bfloat16(v, random >> 16)
+
+
+def _stochastic_bfloat16(value: Tensor, random_16: Tensor) -> Tensor:
+    """Round to fp32 values that bf16 holds: add 16 random bits (int64) below bf16's last place, cut off the rest."""
+    bits = (value.view(torch.int32).long() & 0xFFFFFFFF) + random_16
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16).float()
 
 
 def _random_bits(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Compile a C++ source of this package into a shared library, once per source, flags, compiler and processor.
 
-The ops have a plain C interface and are called through ctypes: they build in a second or two with the compiler alone (no torch
-headers, no ABI to match) and ctypes lets go of the interpreter lock during the call.
+The ops have a plain C interface and are called through ctypes: they build in a second or two with the compiler alone
+(no torch headers, no ABI to match) and ctypes lets go of the interpreter lock during the call.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "csrc"
@@ -24,7 +25,7 @@ _X86_FLAGS = ("-mprefer-vector-width=512",)
 
 
 def _processor() -> str:
-    """What -march=native depends on: a cache folder may be shared by machines of different processors."""
+    """Names what -march=native depends on: a cache folder may be shared by machines of different processors."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         wanted = [
@@ -34,31 +35,57 @@ def _processor() -> str:
     return platform.processor() + platform.machine()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """A C++ compiler that runs. version: what it says of itself."""
+
+    command: str
+    version: str
+    flags: tuple[str, ...]
+
+    def build(self, source: Path, library: Path, *more_flags: str) -> None:
+        """Compile `source` into the shared library `library`; a failure is a RuntimeError with the compiler's words."""
+        command = [self.command, *self.flags, *more_flags, str(source), "-o", str(library)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"building {source.name} failed:\n{run.stderr}")
+
+
+def compiler() -> Compiler:
+    """The compiler of $CXX, or g++; a ValueError with the settings to change when it does not run."""
+    command = os.environ.get("CXX", "g++")
+    try:
+        version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"the native host optimizer needs a C++ compiler and {command!r} does not run; install g++, set CXX, or set "
+            "optimizer=torch"
+        ) from error
+    flags = (*_FLAGS, *(_X86_FLAGS if platform.machine() == "x86_64" else ()))
+    return Compiler(command=command, version=version, flags=flags)
+
+
+def source_of(name: str) -> Path:
+    """The C++ source of an op."""
+    return _SOURCES / f"{name}.cpp"
+
+
 @functools.cache
 def load_library(name: str) -> ctypes.CDLL:
     """The library of `csrc/{name}.cpp`. Built into $XDG_CACHE_HOME/megatrain_rl when it is not there yet.
 
-    A missing compiler is a ValueError with the setting to change, a failed build a RuntimeError with the compiler's words.
+    A missing compiler is a ValueError with the settings to change, a failed build a RuntimeError with the compiler's
+    words.
     """
-    source = _SOURCES / f"{name}.cpp"
-    compiler = os.environ.get("CXX", "g++")
-    try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(
-            f"the native host optimizer needs a C++ compiler and {compiler!r} does not run; install g++, set CXX, or set "
-            "optimizer=torch"
-        ) from error
-    flags = [*_FLAGS, *(_X86_FLAGS if platform.machine() == "x86_64" else ())]
-    key = hashlib.sha256("\0".join([source.read_text(), *flags, version, _processor()]).encode()).hexdigest()[:16]
+    source, cxx = source_of(name), compiler()
+    parts = [source.read_text(), *cxx.flags, cxx.version, _processor()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatrain_rl"
     library = folder / f"{name}-{key}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / "op.so"
-            run = subprocess.run([compiler, *flags, str(source), "-o", str(built)], capture_output=True, text=True)
-            if run.returncode:
-                raise RuntimeError(f"building {source.name} failed:\n{run.stderr}")
+            cxx.build(source, built)
             os.replace(built, library)  # whole or not at all, also when several processes build at once
     return ctypes.CDLL(str(library))

@@ -1,7 +1,8 @@
 """Matrix products whose result is fp32 although the factors are bf16.
 
-On CUDA the product itself accumulates and returns fp32 (`out_dtype`). On a CPU torch has no such product: it returns the factors'
-dtype and the sum is taken in fp32, so bf16 on a CPU rounds once more. With fp32 factors both are the plain product.
+On CUDA the product itself accumulates and returns fp32 (`out_dtype`). On a CPU torch has no such product: it returns
+the factors' dtype and the sum is taken in fp32, so bf16 on a CPU rounds once more. With fp32 factors both are the plain
+product.
 """
 
 import torch

@@ -8,10 +8,11 @@ process may use).
 """
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
+from ray.actor import ActorHandle
 from torch import Tensor
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
@@ -33,10 +34,10 @@ class EmbeddedServerAdapter(BaseRollout):
         self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
         self.is_leader_rank = True
         self.sleep_level = 2  # VERL's worker assigns and reads it
-        self._server: Any = None
+        self._server: ActorHandle | None = None
 
     @property
-    def _handle(self) -> Any:
+    def _handle(self) -> ActorHandle:
         # The replica starts the server after this object is built.
         if self._server is None:
             self._server = ray.get_actor(_server_name(self.replica_rank))
@@ -90,11 +91,9 @@ class EmbeddedReplica(RolloutReplica):
                 "data_parallel_size=1 and pipeline_model_parallel_size=1"
             )
         name = _server_name(self.replica_rank, self.name_suffix)
-        server = (
-            ray.remote(EmbeddedServer)
-            .options(name=name, num_cpus=0, max_concurrency=self.max_concurrency)
-            .remote(config=self.config, model_config=self.model_config, replica_rank=self.replica_rank)
-        )
+        actor = ray.remote(EmbeddedServer).options(name=name, num_cpus=0, max_concurrency=self.max_concurrency)
+        handle = actor.remote(config=self.config, model_config=self.model_config, replica_rank=self.replica_rank)
+        server = cast(ActorHandle, handle)  # Ray's types take the class for a method that may be called directly too
         await server.launch_server.remote()
         self.servers = [server]
         self._server_handle = server

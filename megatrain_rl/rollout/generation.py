@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -58,9 +59,7 @@ class BatchGenerator:
         self._max_batch = max_batch
         self._max_prefill_tokens = max_prefill_tokens
         self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._cache: DynamicCache | None = None
-        self._mask_BL: Tensor | None = None
+        self._clear_batch()
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
@@ -92,11 +91,14 @@ class BatchGenerator:
         self._clear_batch()
 
     def _clear_batch(self) -> None:
-        self._running, self._cache, self._mask_BL = [], None, None
+        self._running: list[Request] = []
+        self._cache = DynamicCache()
+        self._mask_BL = torch.zeros(0, 0, dtype=torch.long)
 
     def _take_waiting(self) -> list[Request]:
         """Waiting requests in order of arrival, as many as the batch and one prefill hold."""
-        taken, longest = [], 0
+        taken: list[Request] = []
+        longest = 0
         while self._waiting and len(self._running) + len(taken) < self._max_batch:
             longest = max(longest, len(self._waiting[0].all_ids))
             if taken and longest * (len(taken) + 1) > self._max_prefill_tokens:
@@ -162,7 +164,7 @@ class BatchGenerator:
         """Put prefilled rows under the running ones; the shorter of the two caches is padded on the left."""
         if self._running:
             width = max(mask_NL.shape[1], self._mask_BL.shape[1])
-            for mine, other in zip(self._cache.layers, cache.layers, strict=True):
+            for mine, other in zip(_layers(self._cache), _layers(cache), strict=True):
                 mine.keys = torch.cat([_widen(mine.keys, width), _widen(other.keys, width)])
                 mine.values = torch.cat([_widen(mine.values, width), _widen(other.values, width)])
             mask_NL = torch.cat([pad(m, (width - m.shape[1], 0)) for m in (self._mask_BL, mask_NL)])
@@ -179,11 +181,24 @@ class BatchGenerator:
         index = torch.tensor(rows)
         mask_BL = self._mask_BL[index]
         first = int(mask_BL.argmax(-1).min())
-        for layer in self._cache.layers:
+        for layer in _layers(self._cache):
             layer.keys = layer.keys[index, :, first:]
             layer.values = layer.values[index, :, first:]
         self._mask_BL = mask_BL[:, first:]
         self._running = [self._running[i] for i in rows]
+
+
+class _KeysValues(Protocol):
+    """Layer of a cache: keys and values (B, heads, L, head size)."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def _layers(cache: DynamicCache) -> list[_KeysValues]:
+    # transformers' type allows layers that are empty or of linear attention: a forward has filled these, and
+    # BatchGenerator refuses the others
+    return cast(list[_KeysValues], cache.layers)
 
 
 def _widen(states_BHLD: Tensor, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one request asks for, and how the next token of every row of a batch is chosen.
+"""The settings of one request, and the choice of the next token of every row of a batch.
 
 Two distributions are kept apart. A token is DRAWN from the one the request describes: repetition penalty, then
 temperature, then top-k, then top-p of what top-k left (vLLM's order). The log-prob REPORTED with it is of the

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -159,7 +159,10 @@ class EmbeddedServer:
     async def stop_profile(self, **kwargs: Any) -> None: ...
 
     def _apply(self, update: WeightUpdate) -> None:
-        """One job of the model thread: a step between the two would decode with new weights over old keys and values."""
+        """Commit and drop the cache in one job of the model thread.
+
+        A step between the two would decode with new weights over old keys and values.
+        """
         update.commit()
         self._generator.drop_cache()
 
@@ -169,7 +172,9 @@ class EmbeddedServer:
         return self._update
 
     def _check_vocabulary(self, prompt_ids: list[int]) -> None:
-        size = self._model.get_input_embeddings().num_embeddings
+        embeddings = self._model.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        size = embeddings.num_embeddings
         for token in prompt_ids:
             if not 0 <= token < size:
                 raise ValueError(f"prompt token {token} is outside the model's vocabulary of {size}")
@@ -243,7 +248,7 @@ class EmbeddedServer:
 
 
 def _num_threads(config: RolloutConfig) -> int:
-    """Ray sets OMP_NUM_THREADS=1 in its actors, so torch's own default would be one thread."""
+    """Threads of the model. Ray sets OMP_NUM_THREADS=1 in its actors, so torch's own default would be one thread."""
     knobs = dict(config.engine_kwargs.get("embedded") or {})
     threads = knobs.pop("num_threads", None)
     if knobs:
@@ -256,7 +261,7 @@ def _num_threads(config: RolloutConfig) -> int:
 
 
 def _build_model(config: RolloutConfig, model_config: HFModelConfig) -> PreTrainedModel:
-    """With load_format=dummy the values do not matter: the trainer sends all of them before the first request."""
+    """Build the model. With load_format=dummy its values are random: the trainer sends all of them before a request."""
     if config.dtype not in _DTYPES:
         raise ValueError(f"rollout.dtype={config.dtype!r}: rollout.name=embedded knows {', '.join(_DTYPES)}")
     hf_config = copy.deepcopy(model_config.hf_config)
@@ -266,6 +271,7 @@ def _build_model(config: RolloutConfig, model_config: HFModelConfig) -> PreTrain
     )
     if config.load_format == "dummy":
         return AutoModelForCausalLM.from_config(hf_config, **options).eval()
+    assert model_config.local_path is not None  # HFModelConfig sets it
     return AutoModelForCausalLM.from_pretrained(model_config.local_path, config=hf_config, **options).eval()
 
 

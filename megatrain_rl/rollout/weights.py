@@ -32,9 +32,7 @@ class WeightUpdate:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Copy all of it into the model. ValueError, and nothing copied, if a parameter is missing or tied names
-        disagree.
-        """
+        """Copy all of it into the model; if a parameter is missing or tied names disagree, a ValueError and no copy."""
         source: dict[int, str] = {}
         for name, tensor in self._staged.items():
             first = source.setdefault(id(self._parameters[name]), name)

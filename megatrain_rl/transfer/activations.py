@@ -1,9 +1,9 @@
 """ActivationStore: hidden states between layers, on the host or kept on the device, by (slot, pack).
 
-A slot is a place for one (T_total, H) tensor of a sweep in pinned host RAM; a pack owns its rows of every slot. `put` sends a
-pack's hidden states out, `prefetch` starts bringing them back, `take` hands them over. Device memory therefore holds a few
-packs, not the batch; it is an arena of its own (`hold`), since these tensors outlive the layer or head that made them and would
-otherwise lie scattered through the memory that the next one needs in one piece.
+A slot is a place for one (T_total, H) tensor of a sweep in pinned host RAM; a pack owns its rows of every slot. `put`
+sends a pack's hidden states out, `prefetch` starts bringing them back, `take` hands them over. Device memory therefore
+holds a few packs, not the batch; it is an arena of its own (`hold`), since these tensors outlive the layer or head that
+made them and would otherwise lie scattered through the memory that the next one needs in one piece.
 
 Shapes: T tokens of a pack, H hidden size.
 """
@@ -17,7 +17,8 @@ from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.transfer.arena import DeviceArena
 from megatrain_rl.transfer.lanes import Lanes, Mark
 
-# Smaller tensors come from other segments of a pool than larger ones: hidden states are at least this large on the device.
+# Smaller tensors come from other segments of a pool than larger ones: hidden states are at least this large on the
+# device.
 _LEAST_BYTES = (1 << 20) + 512
 # Outgoing tensors kept alive until their copy is done. Two let the copy of one overlap the compute of the next.
 _OUTGOING = 2
@@ -38,20 +39,22 @@ class ActivationStore:
         self._arena = DeviceArena(device, arena_bytes)
         self._buffer_numel = 0
         self._starts: list[int] = [0]
-        self._landed: dict[
-            tuple[int, int], Mark
-        ] = {}  # recorded after the copy out; waited for by fetch before reading back
+        # recorded after the copy out; waited for by fetch before reading back
+        self._landed: dict[tuple[int, int], Mark] = {}
         self._arriving: dict[tuple[int, int], tuple[Tensor, Mark]] = {}
         self._outgoing: deque[tuple[Tensor, Mark]] = deque()
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one hidden state."""
+        """Bytes of one token's hidden state."""
         return self._hidden_size * self._dtype.itemsize
 
     def begin(self, num_slots: int, pack_tokens: list[int]) -> None:
-        """Start a sweep of packs of these sizes with `num_slots` slots. The host region grows when it must, never shrinks; the
-        old one is given back first, so the two never exist together."""
+        """Start a sweep of packs of these sizes with `num_slots` slots.
+
+        The host region grows when it must, never shrinks; the old one is given back first, so the two never exist
+        together.
+        """
         self._lanes.synchronize()
         self._landed.clear()
         self._arriving.clear()
@@ -66,7 +69,7 @@ class ActivationStore:
             self._region = HostRegion(numel, self._dtype, pin=self._pin)
 
     def host_TH(self, slot: int, pack: int) -> Tensor:
-        """The host rows of (slot, pack), (T, H); for a producer on the host, who calls `filled` after writing."""
+        """The host rows (T, H) of (slot, pack); a producer on the host writes them and then calls `filled`."""
         total = self._starts[-1]
         start, end = slot * total + self._starts[pack], slot * total + self._starts[pack + 1]
         return self._region.flat[start * self._hidden_size : end * self._hidden_size].view(-1, self._hidden_size)
@@ -75,17 +78,20 @@ class ActivationStore:
         self._landed[slot, pack] = Mark(None)
 
     def hold(self, hidden_TH: Tensor) -> Tensor:
-        """`hidden_TH` in the arena (on a CPU as it is)."""
+        """Returns `hidden_TH` copied into the arena (on a CPU as it is)."""
         return self._buffer_TH(hidden_TH.shape[0]).copy_(hidden_TH) if hidden_TH.is_cuda else hidden_TH
 
     def _buffer_TH(self, tokens: int) -> Tensor:
-        """Device memory for one hidden state (T, H). All of a sweep's are of one size, so that any fits where another was."""
+        """Device memory for hidden states (T, H). All of a sweep's are of one size: any fits where another was."""
         with self._arena.allocating():
             flat = torch.empty(self._buffer_numel, dtype=self._dtype, device=self._device)
         return flat[: tokens * self._hidden_size].view(tokens, self._hidden_size)
 
     def put(self, slot: int, pack: int, hidden_TH: Tensor) -> None:
-        """Send `hidden_TH`, which is in the arena, out. It must not be written in place afterwards; it is kept alive until it has left."""
+        """Send `hidden_TH`, which is in the arena, out.
+
+        It must not be written in place afterwards; it is kept alive until it has left.
+        """
         lanes = self._lanes
         if len(self._outgoing) >= _OUTGOING:
             tensor, landed = self._outgoing.popleft()
@@ -106,7 +112,8 @@ class ActivationStore:
         lanes = self._lanes
         source_TH = self.host_TH(slot, pack)
         hidden_TH = self._buffer_TH(source_TH.shape[0])
-        # The memory belongs to compute's order of things: its earlier users on compute must be done before fetch writes it.
+        # The memory belongs to compute's order of things: its earlier users on compute must be done before fetch writes
+        # it.
         lanes.fetch.wait(lanes.compute.record())
         lanes.fetch.wait(self._landed[slot, pack])
         with lanes.fetch:
@@ -114,8 +121,11 @@ class ActivationStore:
         self._arriving[slot, pack] = (hidden_TH, lanes.fetch.record())
 
     def take(self, slot: int, pack: int, *, forget: bool) -> Tensor:
-        """Hidden states (T, H) of (slot, pack) on the device, ready for compute. `forget`: nobody reads them again, so that a
-        later prefetch of the slot waits for new content instead of fetching the old."""
+        """Hidden states (T, H) of (slot, pack) on the device, ready for compute.
+
+        forget: nobody reads them again, so that a later prefetch of the slot waits for new content instead of fetching
+            the old.
+        """
         self.prefetch(slot, pack)
         hidden_TH, arrived = self._arriving.pop((slot, pack))
         if forget:
@@ -134,5 +144,5 @@ class ActivationStore:
 
 
 def buffer_bytes(hidden_bytes: int) -> int:
-    """Device memory of one hidden state of this size."""
+    """Device memory that a tensor of `hidden_bytes` takes in the arena."""
     return max(hidden_bytes, _LEAST_BYTES)

@@ -1,9 +1,10 @@
 """DeviceArena: a piece of device memory with an allocator of its own, and the reservation of the rest.
 
-Left alone, torch's caching allocator asks the driver for a segment here and a segment there, and what two phases of a sweep need does not
-fit into each other's pieces: more is reserved than is ever allocated. So whatever outlives a phase is allocated in an arena, and what is
-left of the budget is reserved in one segment, from which the phases cut what they need and to which they give all of it back. Nothing here
-depends on expandable segments, which others in the process switch.
+Left alone, torch's caching allocator asks the driver for a segment here and a segment there, and what two phases of a
+sweep need does not fit into each other's pieces: more is reserved than is ever allocated. So whatever outlives a phase
+is allocated in an arena, and what is left of the budget is reserved in one segment, from which the phases cut what they
+need and to which they give all of it back. Nothing here depends on expandable segments, which others in the process
+switch.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ class DeviceArena:
                 torch.empty(arena_bytes, dtype=torch.uint8, device=self._device)
 
     def allocating(self) -> AbstractContextManager:
-        """Within it this thread's allocations come from the arena."""
+        """A context in which this thread's allocations come from the arena."""
         if self._pool is None:
             return contextlib.nullcontext()
         return torch.cuda.use_mem_pool(self._pool, self._device)
@@ -46,26 +47,28 @@ class DeviceArena:
 
 
 class DeviceReservation:
-    """One segment of `reserved_bytes` taken from the driver, or a free one of that size. It stays until `close`, also when others empty the
-    cache (`torch.cuda.empty_cache` gives back only what is wholly free): whole at first, and after `open` by a small piece of it that is
-    never freed while everything else is there to be cut. With expandable segments, which give back page by page, only the piece stays once
-    it is open. A no-op on a CPU."""
+    """One segment of `reserved_bytes` taken from the driver, or a free one of that size. A no-op on a CPU.
+
+    It stays until `close`, also when others empty the cache (`torch.cuda.empty_cache` gives back only what is wholly
+    free): whole at first, and after `open` by a small piece of it that is never freed while everything else is there to
+    be cut. With expandable segments, which give back page by page, only the piece stays once it is open.
+    """
 
     # so large that the allocator does not cut it from a segment of small tensors
     _KEPT_BYTES = 2 << 20
 
     def __init__(self, device: torch.device, reserved_bytes: int):
         self._device = device
-        self._whole = self._take(max(reserved_bytes, self._KEPT_BYTES))
+        self._whole = self._take(max(reserved_bytes, self._KEPT_BYTES)) if device.type == "cuda" else None
         self._kept: torch.Tensor | None = None
 
     def open(self) -> None:
-        """Call it on the stream that the reservation was taken on. A second call does nothing."""
+        """Let others cut from the segment. Called on the stream that it was taken on; a second call does nothing."""
         if self._whole is None:
             return
         begin, end = self._whole.data_ptr(), self._whole.data_ptr() + self._whole.nbytes
         self._whole = None
-        elsewhere = []  # free pieces of other segments fit better
+        elsewhere: list[torch.Tensor] = []  # free pieces of other segments fit better
         while len(elsewhere) < 256:
             piece = self._take(self._KEPT_BYTES)
             if begin <= piece.data_ptr() < end:
@@ -80,15 +83,16 @@ class DeviceReservation:
     def close(self) -> None:
         self._whole = self._kept = None
 
-    def _take(self, wanted_bytes: int) -> torch.Tensor | None:
-        if self._device.type != "cuda":
-            return None
+    def _take(self, wanted_bytes: int) -> torch.Tensor:
         return torch.empty(wanted_bytes, dtype=torch.uint8, device=self._device)
 
 
 @contextlib.contextmanager
 def within_budget(device: torch.device, wanted_bytes: int) -> Iterator[None]:
-    """Within it an owner takes all of its `wanted_bytes`: running out of memory is a RuntimeError that names the budget."""
+    """A context in which an owner takes all of its `wanted_bytes`.
+
+    Running out of memory there is a RuntimeError that names the budget.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -101,8 +105,11 @@ def within_budget(device: torch.device, wanted_bytes: int) -> Iterator[None]:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Back to the driver with what this process has cached, and with what is dead but not collected yet. Without it the workspaces of
-    a new owner would be cut from a large segment that an earlier one left, and hold all of it."""
+    """Give the driver back what this process has cached, and what is dead but not collected yet.
+
+    Without it the workspaces of a new owner would be cut from a large segment that an earlier one left, and hold all of
+    it.
+    """
     if device.type == "cuda":
         gc.collect()
         with torch.cuda.device(device):
@@ -110,8 +117,11 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 def cap_device_memory(device: torch.device, owner: object, cap_bytes: int | None) -> None:
-    """The allocator may reserve so much for `owner` and no more (None: its cap is lifted): an allocation over it is an error here, not a
-    surprise for the engine that shares the card. Several owners in a process may use the sum of their caps."""
+    """Let the allocator reserve `cap_bytes` for `owner` and no more; None lifts its cap.
+
+    An allocation over it is an error here, not a surprise for the engine that shares the card. Several owners in a
+    process may use the sum of their caps.
+    """
     if device.type != "cuda":
         return
     if cap_bytes is None:

@@ -1,8 +1,8 @@
 """GradSlabPool: gradients leave the device through K staging slabs.
 
-A layer's fp32 sum is cast slab by slab and each slab leaves on the download lane, so the sum buffer is free for the next layer
-as soon as the last cast is done, not when the last byte has crossed. One worker thread waits for landings and reports them;
-what goes wrong there is raised at the caller's next push or drain.
+A layer's fp32 sum is cast slab by slab and each slab leaves on the download lane, so the sum buffer is free for the
+next layer as soon as the last cast is done, not when the last byte has crossed. One worker thread waits for landings
+and reports them; what goes wrong there is raised at the caller's next push or drain.
 """
 
 import queue
@@ -22,14 +22,14 @@ from megatrain_rl.transfer.lanes import Lanes, Mark
 @dataclass
 class _Slab:
     flat: Tensor
-    # recorded after the last use: on compute after its allocation or after it was added to a sum, on download after the copy out of
-    # it. Waited for by whoever writes the slab next.
+    # recorded after the last use: on compute after its allocation or after it was added to a sum, on download after the
+    # copy out of it. Waited for by whoever writes the slab next.
     free: Mark
 
 
 @dataclass(frozen=True)
 class _Landing:
-    """norm_device: kept alive until its copy has landed."""
+    """A gradient on its way to host memory. norm_device: kept alive until its copy has landed."""
 
     block: Block
     norm_device: Tensor
@@ -40,8 +40,8 @@ class _Landing:
 class GradSlabPool:
     """num_slabs slabs of `slab_numel` elements of `dtype` on `device`.
 
-    on_landed(block, norm): called on the worker thread when a pushed gradient is complete in host memory; norm is its L2 norm, taken in
-    fp32 before the cast.
+    on_landed(block, norm): called on the worker thread when a pushed gradient is complete in host memory; norm is its
+        L2 norm, taken in fp32 before the cast.
     """
 
     def __init__(
@@ -92,7 +92,10 @@ class GradSlabPool:
         self._landings.put(_Landing(block, norm_device, norm_host, self._lanes.download.record()))
 
     def prefetch_earlier(self, grad_host: Tensor) -> None:
-        """Start the way back of a landed gradient, as much of it as the slabs hold; `add_earlier` must follow, before any push."""
+        """Start the way back of a landed gradient, as much of it as the slabs hold.
+
+        `add_earlier` must follow, before any push.
+        """
         parts = list(self._parts(grad_host.numel()))
         self._ahead.extend(self._fetch(grad_host[part]) for part in parts[: len(self._slabs)])
 

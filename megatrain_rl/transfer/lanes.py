@@ -1,7 +1,7 @@
 """Lanes: CUDA streams and events under one roof, and their absence on a CPU.
 
-No other package creates a stream or an event. On a CPU a lane runs its work at once and a mark is always reached, so the same
-code runs there in program order.
+No other package creates a stream or an event. On a CPU a lane runs its work at once and a mark is always reached, so
+the same code runs there in program order.
 """
 
 from dataclasses import dataclass
@@ -59,8 +59,10 @@ class Lanes:
 
     compute: kernels, on the stream that was current when the lanes were made.
     upload: host to device; weights of the next layer cross while compute works on this one.
-    fetch: host to device; layer inputs of the next pack. Apart from `upload`, where a pack would queue behind a whole layer's weights.
-    download: device to host; layer inputs and gradients leave while compute goes on. The link carries both directions at once.
+    fetch: host to device; layer inputs of the next pack. Apart from `upload`, where a pack would queue behind a whole
+        layer's weights.
+    download: device to host; layer inputs and gradients leave while compute goes on. The link carries both directions
+        at once.
     """
 
     compute: Lane

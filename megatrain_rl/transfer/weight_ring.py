@@ -1,10 +1,11 @@
 """WeightRing: layer weights on their way to compute, `depth` device slots ahead.
 
-The ring is told the whole order of a sweep at once and keeps its slots full: acquire hands out the next block of that order,
-release frees its slot and starts the copy of the block that comes `depth` places later. There is no index to drift.
+The ring is told the whole order of a sweep at once and keeps its slots full: acquire hands out the next block of that
+order, release frees its slot and starts the copy of the block that comes `depth` places later. There is no index to
+drift.
 
-A block that the host optimizer still holds is not waited for ahead of time: the caller would stop giving compute the work that is
-ready. Its copy starts at the next release or, at the latest, when it is acquired.
+A block that the host optimizer still holds is not waited for ahead of time: the caller would stop giving compute the
+work that is ready. Its copy starts at the next release or, at the latest, when it is acquired.
 """
 
 from collections import deque
@@ -19,12 +20,21 @@ from megatrain_rl.model.decoder import Block
 from megatrain_rl.transfer.lanes import Lanes, Mark
 
 
-@dataclass
-class _Slot:
+@dataclass(frozen=True)
+class _Empty:
+    """A slot to fill."""
+
     flat: Tensor
     free: Mark  # recorded on compute after what used the memory before; waited for by upload before refilling
-    ready: Mark | None = None  # recorded after the copy into the slot; waited for by compute before reading
-    block: Block | None = None
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A slot that holds `block`, or will once its copy is done."""
+
+    flat: Tensor
+    block: Block
+    ready: Mark  # recorded after the copy into the slot; waited for by compute before reading
 
 
 class WeightRing:
@@ -36,18 +46,19 @@ class WeightRing:
         self._depth = depth
         self._numel = numel
         self._dtype = dtype
-        self._empty: deque[_Slot] = deque()
-        self._loaded: deque[_Slot] = deque()
+        self._empty: deque[_Empty] = deque()
+        self._loaded: deque[_Loaded] = deque()
         self._order: deque[Block] = deque()
-        self._store: WeightStore | None = None
+        self._store: WeightStore  # the one that the order is read from; set by `begin`
 
     def begin(self, store: WeightStore, order: Iterable[Block]) -> None:
         """Start a sweep: its blocks, in the order they will be acquired, from `store`."""
         assert not self._order and not self._loaded, "the sweep before was neither parked nor abandoned"
         for _ in range(self._depth - len(self._empty)):
             flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-            # recorded after the allocation, which may itself be work for compute (deterministic mode fills what it hands out)
-            self._empty.append(_Slot(flat, free=self._lanes.compute.record()))
+            # recorded after the allocation, which may itself be work for compute (deterministic mode fills what it
+            # hands out)
+            self._empty.append(_Empty(flat, free=self._lanes.compute.record()))
         self._store = store
         self._order = deque(order)
         self._prefetch()
@@ -66,9 +77,7 @@ class WeightRing:
         """Compute has been given all its work on `block`; the slot may be refilled once that work is done."""
         slot = self._loaded.popleft()
         assert slot.block is block, f"ring holds {slot.block.name}, released {block.name}"
-        slot.free = self._lanes.compute.record()
-        slot.block = None
-        self._empty.append(slot)
+        self._empty.append(_Empty(slot.flat, free=self._lanes.compute.record()))
         self._prefetch()
 
     def park(self) -> None:
@@ -88,13 +97,12 @@ class WeightRing:
 
     def _load_next(self) -> None:
         slot, block = self._empty.popleft(), self._order.popleft()
-        slot.ready = upload(self._lanes, self._store, block, slot.flat[: block.layout.numel], after=slot.free)
-        slot.block = block
-        self._loaded.append(slot)
+        ready = upload(self._lanes, self._store, block, slot.flat[: block.layout.numel], after=slot.free)
+        self._loaded.append(_Loaded(slot.flat, block, ready))
 
 
 def upload(lanes: Lanes, store: WeightStore, block: Block, out: Tensor, *, after: Mark) -> Mark:
-    """Copy a block's host weights into `out` on the upload lane, not before `after`. The mark is recorded after the copy."""
+    """Copy a block's host weights into `out` on the upload lane, not before `after`; the mark follows the copy."""
     source = store.read(block)
     lanes.upload.wait(after)
     with lanes.upload:

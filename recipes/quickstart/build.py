@@ -1,5 +1,7 @@
-"""Makes everything the quickstart trains on, in one folder: model/ (random Qwen2, byte-level tokenizer), sft.parquet
-(careless demonstrations), train.parquet (problems for GRPO), held_out.parquet.
+"""Makes everything the quickstart trains on, in one folder.
+
+The folder: model/ (random Qwen2, byte-level tokenizer), sft.parquet (careless demonstrations), train.parquet (problems
+for GRPO), held_out.parquet.
 
 usage: build.py FOLDER SEED [HIDDEN]
 

@@ -71,4 +71,4 @@ def test_bad_input_is_one_line_and_nothing_is_written(files, tmp_path, content, 
 
 def test_local_files_go_together(files, tmp_path):
     done = prepare(tmp_path / "out", "--train", files["train"])
-    assert done.returncode == 2 and "--train and --test go together" in done.stderr
+    assert done.returncode == 2 and "--train and --test" in done.stderr

@@ -39,5 +39,5 @@ def test_real_shapes_have_their_size():
     assert decoder_spec(shape_config("qwen2.5-7b")).num_parameters == pytest.approx(7.62e9, rel=0.01)
     assert decoder_spec(shape_config("qwen2.5-1.5b")).num_parameters == pytest.approx(1.54e9, rel=0.01)
     assert decoder_spec(shape_config("qwen2.5-7b", layers=4)).num_layers == 4
-    with pytest.raises(ValueError, match="--shape qwen9: unknown; known: "):
+    with pytest.raises(ValueError, match="--shape qwen9: "):
         shape_config("qwen9")

@@ -1,4 +1,4 @@
-"""A layer's backward: tapped linear layers against plain autograd, and the traced graph against the untraced function."""
+"""A layer's backward: tapped linear layers against plain autograd, the traced graph against the untraced function."""
 
 import gc
 import weakref
@@ -80,7 +80,7 @@ def test_taps_of_a_weight_used_twice_and_of_one_used_otherwise():
 
 
 def test_taps_keep_no_graph_alive():
-    """What backward needed is gone when the taps are, without waiting for the garbage collector."""
+    """Tensors that backward needed are gone when the taps are, without waiting for the garbage collector."""
     x = torch.randn(4, 8, requires_grad=True)
     weights = {n: torch.randn(8, 8, requires_grad=True) for n in "ab"}
     gc.disable()
@@ -111,8 +111,10 @@ def test_tracing_drops_the_last_product(monkeypatch):
 
 
 def test_one_graph_serves_packs_of_every_size():
-    """Compiled and not give the same numbers; the sizes include a layer's own widths, which must not be taken for one another, and
-    nothing is compiled again for them."""
+    """Compiled and not give the same numbers, and nothing is compiled again for other sizes.
+
+    The sizes include a layer's own widths, which must not be taken for one another.
+    """
     config = tiny.config(layers=1)
     spec, weights = decoder_spec(config), layer_weights(config)
     plain, compiled = (LayerRunner(spec, CPU, torch.float32, "varlen", c) for c in (False, True))

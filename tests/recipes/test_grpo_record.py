@@ -97,13 +97,13 @@ def test_check_before_a_run(tmp_path):
     assert collect(tmp_path, "--check").returncode == 0 and not (tmp_path / "r.json").exists()
     (tmp_path / "r.json").write_text(json.dumps({"commit": "another", "hardware": {}, "versions": {}}))
     done = collect(tmp_path, "--check", "--append")
-    assert done.returncode == 1 and "that record is of another commit" in done.stderr
+    assert done.returncode == 1 and "another commit" in done.stderr
 
 
 def test_a_run_that_is_too_short(tmp_path):
     write_run(tmp_path, [3.0, 2.0, 1.0, 1.0])
     done = collect(tmp_path)
-    assert done.returncode == 1 and "4 steps, of which --skip 2 leaves 2; at least 3" in done.stderr
+    assert done.returncode == 1 and "4 steps" in done.stderr and "--skip 2 " in done.stderr
     assert not (tmp_path / "r.json").exists()
 
 

@@ -112,7 +112,8 @@ def test_progress_shows_what_verl_logs(tmp_path):
 def test_a_failing_stage_is_one_line_that_names_the_log(tmp_path):
     done = progress(tmp_path, "raise SystemExit('broken')")
     assert done.returncode == 1
-    assert done.stderr.strip() == f"quickstart: GRPO failed (exit status 1); see {tmp_path / 'x.log'}"
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith("quickstart: GRPO ") and "exit status 1" in line and str(tmp_path / "x.log") in line
     assert "broken" in (tmp_path / "x.log").read_text()
 
 

@@ -1,4 +1,4 @@
-"""run_*.sh: what is missing is one clear line; what they ask of VERL composes, is accepted, and fits the cards in their headers."""
+"""run_*.sh: what is missing is one clear line; what they ask of VERL composes, is accepted and fits their cards."""
 
 import os
 import subprocess
@@ -55,22 +55,20 @@ def asked(inputs: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize(
     "wrong, expected",
     [
-        ({"MODEL_PATH": "/no/such/model"}, "no model at /no/such/model; set MODEL_PATH"),
-        ({"MODEL_PATH": "models/a/b"}, "MODEL_PATH='models/a/b' is neither a folder"),
-        ({"MODEL_PATH": "recipes/records"}, "no config.json in recipes/records"),
-        (
-            {"TRAIN_FILE": "/no/train.parquet"},
-            "no file /no/train.parquet; make it with 'python examples/prepare_gsm8k.py",
-        ),
-        ({"VAL_FILE": "/no/test.parquet"}, "no file /no/test.parquet"),
-        ({"PYTHON": "/bin/false"}, "/bin/false lacks megatrain_rl, verl or vllm"),
+        ({"MODEL_PATH": "/no/such/model"}, ["/no/such/model", "MODEL_PATH"]),
+        ({"MODEL_PATH": "models/a/b"}, ["MODEL_PATH='models/a/b'"]),
+        ({"MODEL_PATH": "recipes/records"}, ["config.json", "recipes/records"]),
+        ({"TRAIN_FILE": "/no/train.parquet"}, ["/no/train.parquet", "python examples/prepare_gsm8k.py"]),
+        ({"VAL_FILE": "/no/test.parquet"}, ["/no/test.parquet"]),
+        ({"PYTHON": "/bin/false"}, ["/bin/false", "megatrain_rl", "verl", "vllm"]),
     ],
 )
 def test_missing_input_is_one_line(inputs, recipe, wrong, expected):
+    """The line begins with the recipe and names the input, and what to set or run."""
     done = start(recipe, inputs | wrong)
     assert done.returncode == 1 and done.stdout == ""
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"{recipe}: ") and expected in line
+    assert line.startswith(f"{recipe}: ") and all(part in line for part in expected)
     assert not Path(inputs["OUTPUT_DIR"]).exists()
 
 
@@ -79,12 +77,12 @@ def test_a_hub_name_that_is_none_is_told_before_anything_starts(inputs):
     python.write_text('#!/bin/sh\n[ "$#" = 2 ] && exit 0\n[ "$1" = -c ] && exit 1\ntouch "$0.started"\n')
     done = start("run_qwen2_5_7b_grpo.sh", inputs | {"MODEL_PATH": "organisation/no-such-model"})
     [line] = done.stderr.splitlines()
-    assert done.returncode == 1 and "no model organisation/no-such-model, neither a folder here nor on the hub" in line
+    assert done.returncode == 1 and "organisation/no-such-model" in line
     assert not Path(f"{python}.started").exists()
 
 
 def test_a_folder_below_this_one_is_a_model(inputs, tmp_path):
-    """As the recipes' headers write it."""
+    """The recipes' headers write such a path."""
     below = os.path.relpath(tmp_path / "model", RECIPES.parent)
     assert start("run_qwen2_5_7b_grpo.sh", inputs | {"MODEL_PATH": below}).returncode == 0
     assert f"actor_rollout_ref.model.path={below}" in asked(inputs)

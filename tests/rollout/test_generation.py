@@ -151,5 +151,5 @@ def test_discard_and_abort(model, prompts, greedy_answers):
 def test_linear_attention_layers_are_refused(model):
     other = build_model()
     other.config.layer_types = ["linear_attention", "full_attention", "full_attention"]
-    with pytest.raises(ValueError, match="linear_attention.*rollout.name=vllm"):
+    with pytest.raises(ValueError, match=r"linear_attention.*rollout\.name=vllm"):
         generator_of(other, eos={EOS})

@@ -1,4 +1,4 @@
-"""Which token is drawn, and which log-prob is reported with it."""
+"""The choice of a token, and the log-prob that is reported with it."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p):
 
 
 def test_top_p_is_taken_of_what_top_k_left():
-    # Of the two best, the first has 0.55 of the mass: alone it reaches 0.5, but not 0.5 of the whole vocabulary's mass.
+    # The better of the two best has 0.55 of their mass: alone it reaches 0.5, but not 0.5 of the whole vocabulary's.
     assert set(frequencies(LOGITS, top_k=2, top_p=0.5).nonzero().flatten().tolist()) == {5}
     assert set(frequencies(LOGITS, top_p=0.5).nonzero().flatten().tolist()) == {5, 1}
 

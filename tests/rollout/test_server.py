@@ -11,9 +11,9 @@ from .conftest import EOS, build_model
 
 pytest.importorskip("verl")
 
-from verl.workers.config import RolloutConfig  # noqa: E402
+from verl.workers.config import RolloutConfig
 
-from megatrain_rl.rollout.server import EmbeddedServer  # noqa: E402
+from megatrain_rl.rollout.server import EmbeddedServer
 
 PROMPT = [7, 8, 9]
 GREEDY = {"temperature": 0.0, "logprobs": True}
@@ -147,7 +147,7 @@ def test_an_error_of_a_step_reaches_every_caller_and_the_server_lives_on():
         torch.nn.init.constant_(broken.model.norm.weight, float("nan"))
         await send(server, broken)
         results = await asyncio.gather(
-            *[server.generate(PROMPT + [i], dict(GREEDY), str(i)) for i in range(6, 9)], return_exceptions=True
+            *[server.generate([*PROMPT, i], dict(GREEDY), str(i)) for i in range(6, 9)], return_exceptions=True
         )
         assert all(isinstance(r, FloatingPointError) for r in results), results
         await send(server, build_model(0))
@@ -253,7 +253,7 @@ def test_wrong_updates_raise_and_leave_the_old_weights():
         with pytest.raises(RuntimeError, match="begin_weight_update"):
             await server.add_weights([])
         await server.begin_weight_update()
-        with pytest.raises(ValueError, match="no parameter lm_head.bias"):
+        with pytest.raises(ValueError, match=r"no parameter lm_head\.bias"):
             await server.add_weights([("lm_head.bias", torch.zeros(3))])
         with pytest.raises(ValueError, match="did not arrive"):
             await server.commit_weight_update(9)
@@ -274,7 +274,7 @@ def test_no_answer_before_the_first_weights():
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="rollout.dtype='int8'"):
+    with pytest.raises(ValueError, match=r"rollout\.dtype='int8'"):
         make_server(dtype="int8")
     with pytest.raises(ValueError, match="num_thread"):
         make_server(engine_kwargs={"embedded": {"num_thread": 2}})

@@ -33,10 +33,10 @@ def test_every_weight_arrives():
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (lambda pairs: pairs + [("model.layers.0.experts.up_proj", torch.zeros(1))], "no parameter model.layers.0"),
-        (lambda pairs: [("module." + name, tensor) for name, tensor in pairs], "no parameter module"),
+        (lambda pairs: [*pairs, ("model.layers.0.experts.up_proj", torch.zeros(1))], r"no parameter model\.layers\.0"),
+        (lambda pairs: [("module." + name, tensor) for name, tensor in pairs], r"no parameter module\."),
         (lambda pairs: pairs[:-1], "did not arrive"),
-        (lambda pairs: pairs[:-1] + [(pairs[-1][0], pairs[-1][1][:-1])], "has shape"),
+        (lambda pairs: [*pairs[:-1], (pairs[-1][0], pairs[-1][1][:-1])], "has shape"),
         (lambda pairs: pairs + pairs[:1], "sent twice"),
     ],
 )  # fmt: skip
@@ -55,7 +55,7 @@ def test_tied_head_may_be_sent_or_not_but_not_with_other_values():
         update(model, named(source) + extra)
         assert_same(model, source)
     with pytest.raises(ValueError, match="tied"):
-        update(build_model(0, tied=True), named(source) + [("lm_head.weight", embedding + 1)])
+        update(build_model(0, tied=True), [*named(source), ("lm_head.weight", embedding + 1)])
 
 
 def test_only_the_head_under_its_own_name_is_enough_for_a_tied_model():
@@ -66,5 +66,5 @@ def test_only_the_head_under_its_own_name_is_enough_for_a_tied_model():
 
 
 def test_an_untied_head_must_be_sent():
-    with pytest.raises(ValueError, match="lm_head.weight did not arrive"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight did not arrive"):
         update(build_model(0), [pair for pair in named(build_model(1)) if pair[0] != "lm_head.weight"])

@@ -143,7 +143,7 @@ def test_worker_error_is_raised_once_on_the_caller(spec, device):
     slabs.push(spec.layers[0], gradient, host)
     with pytest.raises(RuntimeError, match="did not land") as error:
         slabs.drain()
-    assert "no place for layers.0" in str(error.value.__cause__)
+    assert isinstance(error.value.__cause__, OSError) and "layers.0" in str(error.value.__cause__)
     slabs.drain()  # told once; the pool still works
     slabs.close()
 

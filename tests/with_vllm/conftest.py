@@ -1,4 +1,4 @@
-"""Where vLLM is: its CPU build in an environment of its own, and for `gpu` tests the one installed beside them."""
+"""The place of vLLM: its CPU build in an environment of its own, or for `gpu` tests the one installed beside them."""
 
 import contextlib
 import importlib.metadata
@@ -14,7 +14,7 @@ import vllm_venv
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where vLLM is: an interpreter and what its processes find in their environment."""
+    """An interpreter that has vLLM, and the environment variables of its processes."""
 
     device: str
     python: Path
@@ -22,7 +22,10 @@ class Place:
 
 
 def pytest_collection_finish(session):
-    """The environment is made while other tests run, if one will ask for it; what goes wrong is told there, by another try."""
+    """Make the environment while other tests run, if one will ask for it.
+
+    What goes wrong is told by the test that asks, which tries again.
+    """
     wanted = any(
         getattr(item, "callspec", None) and item.callspec.params.get("place") == "cpu" for item in session.items
     )

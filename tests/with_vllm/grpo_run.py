@@ -1,4 +1,7 @@
-"""The files and the command line of a GRPO run through VERL with vLLM as its rollout engine. Called by test_grpo_run.py."""
+"""The files and the command line of a GRPO run through VERL with vLLM as its rollout engine.
+
+Called by test_grpo_run.py.
+"""
 
 import json
 import re
@@ -20,7 +23,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
 """
 GPU_BUDGET_GB = 4
-# Every step asks the same questions, longer than a block of vLLM's cache: an answer from a stale cache would be found out.
+# Every step asks the same questions, longer than a block of vLLM's cache: an answer from a stale cache would be found
+# out.
 QUESTION = "here is a question that takes more tokens than one block of the cache holds, and it is question number {}"
 
 
@@ -91,7 +95,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
-    """Of every step so far."""
+    """Metrics of every step so far."""
     steps: dict[int, dict[str, float]] = {}
     file = folder / "metrics.jsonl"
     for entry in map(json.loads, file.read_text().splitlines() if file.exists() else []):

@@ -1,8 +1,8 @@
-"""A resident vLLM engine as VERL's server starts it, with VERL's own ServerAdapter to push weights into it. Runs where vLLM is.
+"""A resident vLLM engine as VERL's server starts it, with VERL's own ServerAdapter to push weights into it.
 
-Only Ray is missing: `_Handle` plays the actor that holds the engine, so the adapter, the bucketed transfer and the worker
-extension are VERL's, in the order of a training step. The engine lives on the caller's event loop, the adapter on a thread of
-its own: VERL's sender blocks its loop, as it does in the trainer's process.
+Runs where vLLM is. Only Ray is missing: `_Handle` plays the actor that holds the engine, so the adapter, the bucketed
+transfer and the worker extension are VERL's, in the order of a training step. The engine lives on the caller's event
+loop, the adapter on a thread of its own: VERL's sender blocks its loop, as it does in the trainer's process.
 """
 
 import asyncio
@@ -28,8 +28,11 @@ _EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtensio
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Greedy continuation of a prompt. log_probs: of its tokens; prompt_log_probs: of the prompt's from the second on, if asked for;
-    cached_tokens: how many of the prompt's tokens the prefix cache had."""
+    """Greedy continuation of a prompt.
+
+    log_probs: one for each of its tokens. prompt_log_probs: one for each of the prompt's from the second on, if asked
+    for. cached_tokens: how many of the prompt's tokens the prefix cache had.
+    """
 
     tokens: list[int]
     log_probs: list[float]
@@ -80,7 +83,10 @@ class ResidentEngine:
         )
 
     async def answer_of_server(self, prompt: list[int], *, tokens: int) -> tuple[list[int], SamplingParams]:
-        """What VERL's server answers for this engine, greedily, and the parameters that it gave to vLLM. Only Ray and HTTP are missing."""
+        """Ask VERL's server for this engine's greedy answer; returns it and the parameters that vLLM was given.
+
+        Only Ray and HTTP are missing.
+        """
         from verl.workers.config import RolloutConfig
         from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
@@ -104,7 +110,7 @@ class ResidentEngine:
         return list(output.token_ids), given[0]
 
     async def sync(self, weights: Iterable[tuple[str, Tensor]], *, bucket_megabytes: int) -> None:
-        """What the trainer's worker does after a step."""
+        """Do what the trainer's worker does after a step."""
         adapter = _adapter(self._engine, bucket_megabytes)
         await asyncio.to_thread(lambda: asyncio.run(adapter.update_weights(iter(weights), base_sync_done=True)))
 
@@ -127,7 +133,10 @@ def _adapter(engine: AsyncLLM, bucket_megabytes: int):
 
 
 class _Handle:
-    """The Ray actor of VERL's vLLM server, as far as a weight sync calls it: `handle.method.remote(...)` gives an awaitable."""
+    """The Ray actor of VERL's vLLM server, as far as a weight sync calls it.
+
+    `handle.method.remote(...)` gives an awaitable.
+    """
 
     def __init__(self, engine: AsyncLLM, loop: asyncio.AbstractEventLoop):
         self._loop = loop

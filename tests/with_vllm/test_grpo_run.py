@@ -11,7 +11,7 @@ import vllm_venv
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
-# What both processes that may be killed are called.
+# Titles of the two processes that may be killed.
 ENGINE, TRAINER = "VLLM::EngineCore", "ray::WorkerDict"
 # Seconds until three steps are done; starting vLLM on a GPU takes most of it.
 START_LIMIT = {"cpu": 420, "cuda": 560}
@@ -41,7 +41,7 @@ class Run:
         return family
 
     def assert_ends(self, family: list[psutil.Process]) -> str:
-        """In time, with an error and without leaving a process; returns what it printed."""
+        """Check that the run ends with an error and leaves no process; returns what it printed."""
         assert self.running.process.wait(timeout=END_LIMIT) != 0
         _, left = psutil.wait_procs(family, timeout=10)
         left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -65,8 +65,11 @@ def start(place, tmp_path):
 
 
 def test_grpo_runs_ends_and_resumes(place, start):
-    """Rollout and trainer agree after every sync, also on prompts that were cached before it; the engine, then the trainer, is killed in
-    the middle of a step: each time the run ends with one error, and the next goes on from the last checkpoint."""
+    """Rollout and trainer agree after every sync, also on prompts that were cached before it.
+
+    The engine, then the trainer, is killed in the middle of a step: each time the run ends with one error, and the next
+    goes on from the last checkpoint.
+    """
     first = start("first")
     first.wait_for_step(3, seconds=START_LIMIT[place.device])
     output = first.assert_ends(first.kill(ENGINE))

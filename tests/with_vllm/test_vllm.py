@@ -1,7 +1,8 @@
 """Weight sync into a real vLLM.
 
-On the CPU with vLLM's CPU build in an environment of its own (vllm_venv.py), marked `gpu` with the vLLM that is installed beside the tests.
-Nothing of vLLM runs in this process: sync_checks.py and VERL measure in theirs, under hard time limits, and the tests judge.
+On the CPU with vLLM's CPU build in an environment of its own (vllm_venv.py), marked `gpu` with the vLLM that is
+installed beside the tests. Nothing of vLLM runs in this process: sync_checks.py and VERL measure in theirs, under hard
+time limits, and the tests judge.
 """
 
 import json
@@ -14,9 +15,10 @@ from transformers import AutoModelForCausalLM
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 HERE = Path(__file__).parent
-# Largest difference of a log-prob from plain Hugging Face, in fp32: the CPU to rounding, CUDA with TF32 in vLLM's attention.
+# Largest difference of a log-prob from plain Hugging Face, in fp32: the CPU to rounding, CUDA with TF32 in vLLM's
+# attention.
 ERROR = {"cpu": 2e-4, "cuda": 1e-2}
-# What a changed weight must do to a log-prob at least.
+# A changed weight must move a log-prob by at least this.
 MOVED = 0.05
 TRANSFER_LIMIT = {"MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT": "12"}
 
@@ -26,7 +28,10 @@ TRANSFER_LIMIT = {"MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT": "12"}
 
 @pytest.fixture(scope="module")
 def checks(place, tmp_path_factory) -> dict[str, dict]:
-    """What sync_checks.py measured, by head. On the CPU both run at once: each spends its time importing, one process after the other."""
+    """Measurements of sync_checks.py, by head.
+
+    On the CPU both run at once: each spends its time importing, one process after the other.
+    """
     at_once = [["tied", "untied"]] if place.device == "cpu" else [["tied"], ["untied"]]
     folders = {head: tmp_path_factory.mktemp(head) for heads in at_once for head in heads}
     for heads in at_once:
@@ -58,7 +63,7 @@ def limit(place) -> float:
 
 
 def test_every_parameter_reaches_the_engine(measured, limit):
-    """Each one alone, changed in the trainer and synced, changes the engine's output as it changes plain Hugging Face's."""
+    """Each one alone, changed in the trainer and synced, moves the engine's output as it does plain Hugging Face's."""
     names = [n for n, _ in AutoModelForCausalLM.from_pretrained(measured["folder"] / "model").named_parameters()]
     assert list(measured["every_parameter"]) == names and len(names) in (26, 27)
     for name, change in measured["every_parameter"].items():
@@ -66,7 +71,10 @@ def test_every_parameter_reaches_the_engine(measured, limit):
 
 
 def test_after_a_sync_the_engine_is_as_good_as_fresh(place, measured, limit):
-    """Greedy text and log-probs of the weights the engine was started with, after it has had others; on the CPU to the bit."""
+    """Greedy text and log-probs of the weights that the engine was started with come back after it has had others.
+
+    On the CPU they do to the bit.
+    """
     fresh, later = measured["fresh"], measured["back_to_the_start"]
     assert fresh["error"] < limit and len(set(fresh["tokens"])) > 4
     assert later["moved"] > MOVED and later["tokens_before"] != fresh["tokens"]
@@ -88,7 +96,7 @@ def test_the_size_of_the_bucket_changes_nothing(measured, limit):
 
 
 def test_memory_is_flat_over_20_syncs(measured):
-    """What one kept copy of the weights in four syncs would add is too much, on the host and on the card."""
+    """Memory grows by less than one kept copy of the weights in four syncs would add, on the host and on the card."""
     memory = measured["memory"]
     samples = memory["samples"][4:]
     allowed = memory["model_mib"] * len(samples) / 4
@@ -106,18 +114,22 @@ def test_the_server_asks_for_no_text(measured):
 
 
 def test_a_failing_worker_is_an_error_and_not_a_hang(measured, limit):
-    """A tensor that vLLM refuses ends the sync with an error within the limit set for it; the next sync is good again."""
+    """A tensor that vLLM refuses ends the sync by its time limit, which the error names; the next sync is good."""
     failed = measured["worker_error"]
-    assert "took no weights" in failed["message"]
-    assert failed["seconds"] < 2 * float(TRANSFER_LIMIT["MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT"])
+    [(variable, seconds)] = TRANSFER_LIMIT.items()
+    assert failed["error"] == "RuntimeError" and "took no weights" in failed["message"]
+    assert variable in failed["message"] and f"{seconds} s" in failed["message"]
     assert failed["error_afterwards"] < limit
 
 
 def test_a_bucket_that_is_too_small_is_an_error_at_once(place, measured):
-    """Only where there is no CUDA IPC; test_the_size_of_the_bucket_changes_nothing has the other case."""
+    """The sender refuses it by itself and waits for no limit: another error than the one of a limit that has passed.
+
+    Only where there is no CUDA IPC; test_the_size_of_the_bucket_changes_nothing has the other case.
+    """
     if place.device == "cuda":
         assert measured["oversized"] == {}
         return
-    assert "embed_tokens" in measured["oversized"]["message"]
-    assert "rollout.checkpoint_engine.update_weights_bucket_megabytes" in measured["oversized"]["message"]
-    assert measured["oversized"]["seconds"] < 5
+    refused = measured["oversized"]
+    assert refused["error"] == "ValueError" and "embed_tokens" in refused["message"]
+    assert "rollout.checkpoint_engine.update_weights_bucket_megabytes" in refused["message"]

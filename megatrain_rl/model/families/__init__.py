@@ -1,6 +1,7 @@
-"""Where a supported Hugging Face architecture keeps its parts. A new model family is a new entry, not new code elsewhere.
+"""The supported Hugging Face architectures, and where each keeps its parts.
 
-A family is listed only when its numerics are proven against `tests/oracle.py`.
+A new model family is a new entry here, not new code elsewhere. It is listed only when its numerics are proven against
+`tests/oracle.py`.
 """
 
 from dataclasses import dataclass

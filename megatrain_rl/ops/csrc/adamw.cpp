@@ -1,19 +1,21 @@
-// Host AdamW with an exact fp32 master weight, over one contiguous range, and its inverse. Torch reference and caller: ops/adamw.py.
+// Host AdamW with an exact fp32 master weight, over one contiguous range, and its inverse. Torch reference and caller:
+// ops/adamw.py.
 //
-// A bf16 weight is the high half of its fp32 master, rounded to nearest with ties away from zero; the residual is what is
-// missing: master_bits = (high << 16) + residual. Ties go away because a tie rounded to an even high half would need a residual
-// of +32768, which int16 cannot hold.
+// A bf16 weight is the high half of its fp32 master, rounded to nearest with ties away from zero; the residual is what
+// is missing: master_bits = (high << 16) + residual. Ties go away because a tie rounded to an even high half would need
+// a residual of +32768, which int16 cannot hold.
 //
-// Moments are fp32, or bf16 with stochastic rounding: 16 random bits are added below the kept half. The bits are a hash of the
-// step's key and the element's index, so they do not depend on threads.
+// Moments are fp32, or bf16 with stochastic rounding: 16 random bits are added below the kept half. The bits are a hash
+// of the step's key and the element's index, so they do not depend on threads.
 //
-// A guarded step leaves an element as it is when its squared gradient is more than `guard` times its second moment: taking such a step
-// back would lose the old moments in rounding. Because a step makes v at least (1 - beta2) g^2 and guard is well above 1 / (1 - beta2),
-// g^2 > guard v holds afterwards for exactly the elements that were left, so Finish finds and steps them, and Undo leaves them alone.
-// A guarded step marks the grains of kGrain elements with one left, and Finish reads no others.
+// A guarded step leaves an element as it is when its squared gradient is more than `guard` times its second moment:
+// taking such a step back would lose the old moments in rounding. Because a step makes v at least (1 - beta2) g^2 and
+// guard is well above 1 / (1 - beta2), g^2 > guard v holds afterwards for exactly the elements that were left, so
+// Finish finds and steps them, and Undo leaves them alone. A guarded step marks the grains of kGrain elements with one
+// left, and Finish reads no others.
 //
-// Each array is read and written once. The inner loops have a fixed trip count so that the compiler turns them into vector
-// code of whatever width the processor has.
+// Each array is read and written once. The inner loops have a fixed trip count so that the compiler turns them into
+// vector code of whatever width the processor has.
 
 #include <cmath>
 #include <cstdint>
@@ -22,11 +24,11 @@
 namespace {
 
 constexpr int64_t kLanes = 32;
-// A squared gradient of this size (|g| about 1e-15) is within the guard whatever v is: where squares are no normal numbers, what a step
-// makes of v says nothing any more.
+// A squared gradient of this size (|g| about 1e-15) is within the guard whatever v is: where squares are no normal
+// numbers, what a step makes of v says nothing any more.
 constexpr float kNegligible = 0x1p-100f;
-// Elements a thread takes at a time: 64 Ki are 26 x 64 KiB of traffic, long enough for the prefetchers, short enough that a thread
-// which the scheduler put aside does not hold up the others.
+// Elements a thread takes at a time: 64 Ki are 26 x 64 KiB of traffic, long enough for the prefetchers, short enough
+// that a thread which the scheduler put aside does not hold up the others.
 constexpr int64_t kPiece = 65536;
 // ops/adamw.py knows this number. A few elements left in a block of 200 million are then no second pass over it.
 constexpr int64_t kGrain = 4096;
@@ -207,9 +209,9 @@ int64_t dispatch(const Arguments& a) {
 
 extern "C" {
 
-// weight: uint16 bf16 bits (split) or float; residual: int16 or null; grad, m, v: bf16 bits or float; scalars: the floats of Scalars.
-// left: a byte for each grain, written by a guarded step, read by Finish; or null, and Finish reads all. Returns for how many elements
-// the guard held.
+// weight: uint16 bf16 bits (split) or float; residual: int16 or null; grad, m, v: bf16 bits or float; scalars: the
+// floats of Scalars. left: a byte for each grain, written by a guarded step, read by Finish; or null, and Finish reads
+// all. Returns for how many elements the guard held.
 int64_t megatrain_adamw(void* weight, int16_t* residual, const void* grad, void* m, void* v, int64_t n, const float* scalars,
                         uint32_t key, uint8_t* left, int weight_is_split, int grad_is_bf16, int moments_are_bf16, int mode, int threads) {
   Arguments a{weight, residual, grad, m, v, n, {}, left, weight_is_split, grad_is_bf16, moments_are_bf16, threads};

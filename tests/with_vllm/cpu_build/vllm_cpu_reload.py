@@ -1,7 +1,8 @@
 """Makes the linear layers of vLLM's CPU build loadable a second time. For the tests' own environment only.
 
-The CPU build packs a linear layer's weights into a form of its own after loading and throws the originals away, so there is
-nothing left to load new weights into. Kept, they are loaded in place, and VERL's worker has them packed again afterwards.
+The CPU build packs a linear layer's weights into a form of its own after loading and throws the originals away, so
+there is nothing left to load new weights into. Kept, they are loaded in place, and VERL's worker has them packed again
+afterwards.
 """
 
 
