@@ -12,7 +12,8 @@ __all__ = ["workspace"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-# One sequence a step: the rows of a batch come in the order in which they are finished, and sums depend on it.
+# One sequence a step: the rows of a batch come in the order in which they are finished, and sums depend on it. Its reward
+# is discounted from token to token, so that advantages differ.
 OTHER = [
     "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2", "critic.strategy=fsdp2",
     "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9", "actor_rollout_ref.rollout.n=1",
@@ -29,8 +30,9 @@ OTHER = [
 def run(workspace: Path, name: str, plugins: str) -> Run:
     """plugins: which entry points VERL loads. Both runs have what the CPU needs, from cpu_abilities.py."""
     here = Path(__file__).parent
+    (workspace / "one.py").write_text("def compute_score(*arguments, **more):\n    return 1.0\n")
     return grpo(
-        workspace, name, *OTHER, f"trainer.default_local_dir={workspace}/ckpt-{name}",
+        workspace, name, *OTHER, f"reward.custom_reward_function.path={workspace}/one.py", f"trainer.default_local_dir={workspace}/ckpt-{name}",
         VERL_USE_EXTERNAL_PLUGINS=plugins, VERL_USE_EXTERNAL_MODULES="cpu_abilities", VERL_ENGINE_DEVICE="cuda",
         HF_DATASETS_CACHE=str(workspace / f"datasets-{name}"),
         PYTHONPATH=f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -40,9 +42,10 @@ def run(workspace: Path, name: str, plugins: str) -> Run:
 def test_logs_and_metrics_are_identical(workspace):
     runs = {"without": run(workspace, "without", "none")}
     try:
-        steps_without = runs["without"].finish()
+        # side by side, the second when the first has its Ray, which gives itself 30 s to start
+        runs["without"].wait_for_ray()
         runs["installed"] = run(workspace, "installed", "auto")
-        steps_installed = runs["installed"].finish()
+        steps_without, steps_installed = runs["without"].finish(), runs["installed"].finish()
     finally:
         for started in runs.values():
             started.stop()
