@@ -8,7 +8,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores the scheduler may run this process on, or fewer if its cgroup has a quota.
+    """Cores the scheduler may run this process on, or fewer if its cgroup has a quota: the default for work that has the machine to
+    itself, such as torch's own operations while nothing is trained.
 
     Thread counts are set from this on purpose: Ray starts its workers with OMP_NUM_THREADS=1, and a container on a large host
     sees all of the host's cores.
@@ -18,6 +19,13 @@ def usable_cores() -> int:
     if quota and quota[0] != "max":
         cores = min(cores, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
     return cores
+
+
+def optimizer_threads() -> int:
+    """Seven of every eight usable cores: the default for the host optimizer, which runs beside backward. Of the rest one thread gives
+    the GPU its work and one waits for what lands."""
+    cores = usable_cores()
+    return max(1, cores - cores // 8)
 
 
 def available_host_bytes() -> int:
