@@ -6,7 +6,6 @@ back; and nobody sees weights in between. A promise that is not kept (zero_grad,
 
 import dataclasses
 import threading
-import time
 
 import pytest
 import tiny
@@ -16,6 +15,7 @@ from megatrain_rl.config import AdamWConfig
 from megatrain_rl.objectives import NegativeLogLikelihood, ObjectiveOutput
 from megatrain_rl.ops.adamw import Mode, join_master, nearest_bfloat16
 from megatrain_rl.optim.lr_schedule import LRSchedule
+from megatrain_rl.optim.update import State
 from megatrain_rl.streaming.schedule import LayerSchedule
 from megatrain_rl.trainer import StreamTrainer
 
@@ -43,22 +43,23 @@ class Spy:
     """Counts updates that started early, and the blocks stepped before the factor was known."""
 
     def __init__(self, trainer: StreamTrainer):
-        optimizer = trainer._optimizer
+        update = trainer._update
         self.guesses, self.stepped_early, self.corrections = 0, [], 0
-        self.guessed: list[str] = []  # blocks of the last update that were not held for the factor
-        guess, confirm = optimizer.guess, optimizer.confirm
+        self.guessed: list[str] = []  # blocks of the last early update that were not held for the factor
+        guess, confirm = update.guess, update.confirm
 
-        def watched_guess(*, lr, limit):
-            self.guesses += 1
-            guess(lr=lr, limit=limit)
+        def watched_guess(*, lr):
+            guess(lr=lr)
+            self.guesses += update.state is State.GUESSED
 
-        def watched_confirm(*, grad_scale):
-            self.stepped_early.append(stepped(trainer))
-            self.corrections += grad_scale != 1.0
-            self.guessed = [trainer.spec.blocks[i].name for i in optimizer._guess.guessed]
-            confirm(grad_scale=grad_scale)
+        def watched_confirm(*, lr, grad_scale):
+            if update.state is State.GUESSED:
+                self.stepped_early.append(stepped(trainer))
+                self.corrections += grad_scale != 1.0
+                self.guessed = [block.name for block in update._guess.stepped]
+            confirm(lr=lr, grad_scale=grad_scale)
 
-        optimizer.guess, optimizer.confirm = watched_guess, watched_confirm
+        update.guess, update.confirm = watched_guess, watched_confirm
 
 
 def stepped(trainer: StreamTrainer) -> int:
@@ -85,7 +86,7 @@ def state(trainer: StreamTrainer) -> dict[str, torch.Tensor]:
 
 def gradients(trainer: StreamTrainer) -> dict[str, torch.Tensor]:
     trainer._executor.drain()
-    return {b.name: trainer._gradients.flat(b).double() for b in trainer.spec.blocks}
+    return {b.name: trainer._update.gradients.flat(b).double() for b in trainer.spec.blocks}
 
 
 def different(a, b) -> list[str]:
@@ -233,21 +234,21 @@ def test_the_workers_pace_does_not_show(build, pace):
     for each in (plain, trainer):
         quiet_steps(each, 1)
     trainer.synchronize()
-    optimizer, go, early = trainer._optimizer, threading.Event(), []
-    do, confirm = optimizer._do, optimizer.confirm
+    optimizer, update, go, early = trainer._optimizer, trainer._update, threading.Event(), []
+    do, confirm = optimizer._do, update.confirm
 
     def held(block, job):
         assert go.wait(30)
         do(block, job)
 
-    def watched(*, grad_scale):
+    def watched(*, lr, grad_scale):
         if pace == "all":
             optimizer.settle()
         early.append(stepped(trainer))
-        confirm(grad_scale=grad_scale)
+        confirm(lr=lr, grad_scale=grad_scale)
         go.set()
 
-    optimizer._do, optimizer.confirm = held, watched
+    optimizer._do, update.confirm = held, watched
     for _ in range(3):
         trainer.synchronize()
         if pace == "all":
@@ -412,14 +413,15 @@ def test_nobody_reads_weights_before_the_correction(build):
 
 def poison(trainer: StreamTrainer, monkeypatch, name: str, value: float) -> None:
     """One element of the gradient of block `name` is `value`, in its last contribution."""
-    push = trainer._executor._push
+    sums = trainer._executor._sums
+    push = sums.push
 
     def poisoned(block, total):
         if block.name == name:
             total[total.numel() // 2] = value
         push(block, total)
 
-    monkeypatch.setattr(trainer._executor, "_push", poisoned)
+    monkeypatch.setattr(sums, "push", poisoned)
 
 
 @pytest.mark.parametrize("name, value", [("embed", float("nan")), ("layers.0", 3e30), ("head", float("inf"))])
@@ -528,7 +530,7 @@ def test_a_promise_must_be_kept(build, tmp_path, guessed):
     for each in (trainer, plain):
         quiet_steps(each, 2)
         each.forward_backward(PACKS, Scaled(), final=True)
-        assert (each._optimizer.open_lr is not None) == (guessed and each is trainer)
+        assert each._update.state is (State.GUESSED if guessed and each is trainer else State.PROMISED)
         for call in (
             lambda each=each: each.log_probs(PACKS),
             lambda each=each: each.named_parameters(),
@@ -549,7 +551,7 @@ def test_a_promise_must_be_kept(build, tmp_path, guessed):
 
 
 def scheduled(trainer: StreamTrainer) -> LRSchedule:
-    trainer.schedule = LRSchedule(base_lr=LR, kind="cosine", warmup_steps=0, total_steps=8)
+    trainer.schedule = LRSchedule(kind="cosine", warmup_steps=0, total_steps=8)
     return trainer.schedule
 
 
@@ -560,14 +562,14 @@ def test_the_result_tells_the_learning_rate_that_was_used(build):
         schedule = scheduled(each)
         quiet_steps(each, 1)
         schedule.step()
-        rates = [schedule.lr]
+        rates = [each.lr]
         each.forward_backward(PACKS, Scaled(), final=True)
         if each is early:
             schedule.step()
         results = [each.optim_step()]
         if each is plain:
             schedule.step()
-        rates.append(schedule.lr)
+        rates.append(each.lr)
         results.append(step(each))
         assert [r.lr for r in results] == rates and rates[0] > rates[1]
     assert not different(state(early), state(plain))
@@ -579,11 +581,11 @@ def test_a_step_that_had_not_begun_uses_the_rate_of_its_time(build):
     schedule = scheduled(trainer)
     trainer.forward_backward(PACKS, Scaled(), final=True)
     schedule.step()
-    assert trainer.optim_step().lr == schedule.lr
+    assert trainer.optim_step().lr == trainer.lr
     trainer.forward_backward(PACKS, Scaled(), final=True)
     trainer.zero_grad()
     schedule.step()
-    assert step(trainer).lr == schedule.lr
+    assert step(trainer).lr == trainer.lr
 
 
 def test_a_skipped_update_tells_the_rate_it_would_have_used(build, monkeypatch):
@@ -592,7 +594,7 @@ def test_a_skipped_update_tells_the_rate_it_would_have_used(build, monkeypatch):
     quiet_steps(trainer, 1)
     poison(trainer, monkeypatch, "embed", float("nan"))
     trainer.forward_backward(PACKS, Scaled(), final=True)
-    begun = schedule.lr
+    begun = trainer.lr
     schedule.step()
     result = trainer.optim_step()
     assert not result.stepped and result.lr == begun
@@ -611,7 +613,7 @@ def test_a_checkpoint_loads_over_an_open_promise(build, tmp_path):
             landed_and_stepped(trainer)
         trainer.load_checkpoint(tmp_path / "c")
         assert not different(state(trainer), saved)
-        assert trainer._optimizer.step_count == 2 and trainer._optimizer.open_lr is None
+        assert trainer._optimizer.step_count == 2 and trainer._update.state is State.TAKEN_BACK
         quiet_steps(trainer, 1)
         assert not different(state(trainer), expected)
 
@@ -628,7 +630,7 @@ def test_an_error_in_a_promised_backward_takes_the_update_back(build, monkeypatc
     backward, early, grads = trainer._executor._backward_visit, [], {}
 
     def fail_at_layer_one(visit, *args):
-        if visit.layer == 1 and trainer._optimizer.open_lr is not None:
+        if visit.layer == 1 and trainer._update.state is State.GUESSED:
             landed_and_stepped(trainer)
             early.append(stepped(trainer))
             grads.update(gradients(trainer))
@@ -687,19 +689,20 @@ def test_close_while_the_worker_has_jobs(build, after):
     trainer = build()
     quiet_steps(trainer, 2)
     trainer.synchronize()
-    do = trainer._optimizer._do
+    do, go = trainer._optimizer._do, threading.Event()
 
-    def slow(block, job):
-        time.sleep(0.02)
+    def held(block, job):
+        assert go.wait(30)
         do(block, job)
 
-    trainer._optimizer._do = slow
+    trainer._optimizer._do = held
     trainer.forward_backward(PACKS, Scaled(), final=True)
     if after != "forward_backward":
         getattr(trainer, after)()
     assert trainer._optimizer._waiting or trainer._optimizer._busy is not None
     closer = threading.Thread(target=trainer.close, daemon=True)
     closer.start()
+    go.set()
     closer.join(30)
     assert not closer.is_alive() and not trainer._optimizer._worker.is_alive()
     with pytest.raises(ValueError, match="the trainer is closed"):

@@ -18,6 +18,8 @@ from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.model.decoder import decoder_spec
 from megatrain_rl.objectives import NegativeLogLikelihood, ObjectiveOutput
 from megatrain_rl.ops.adamw import join_master
+from megatrain_rl.optim import masters
+from megatrain_rl.optim.lr_schedule import LRSchedule
 from megatrain_rl.streaming import executor
 from megatrain_rl.streaming.executor import StreamExecutor
 from megatrain_rl.trainer import StreamTrainer
@@ -150,6 +152,25 @@ def test_small_learning_rate_moves_bf16_masters(tmp_path):
         for name in block.layout.slots:
             expected = exact.get_parameter(block.names[name])
             assert (block.layout.view(master, name) - expected).abs().max() <= 2e-7, name
+    trainer.close()
+
+
+def test_a_schedule_cannot_change_the_base_rate(tmp_path):
+    """What a schedule gives is a factor: the rates are AdamWConfig.lr times it."""
+    directory = tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path)
+    trainer = tiny.trainer(directory, adamw=AdamWConfig(lr=2e-6))
+    assert trainer.lr == 2e-6
+    trainer.schedule = LRSchedule(warmup_steps=4)
+    packs, rates = tiny.packs(tiny.sequences()), []
+    for _ in range(6):
+        expected = trainer.lr
+        trainer.forward_backward(packs, NegativeLogLikelihood(packs), final=True)
+        rates.append(trainer.optim_step().lr)
+        assert rates[-1] == expected
+        trainer.schedule.step()
+    assert rates == [2e-6 * factor for factor in (0, 0.25, 0.5, 0.75, 1, 1)]
+    with pytest.raises(TypeError, match="base_lr"):
+        LRSchedule(base_lr=1e-3)
     trainer.close()
 
 
@@ -466,7 +487,7 @@ def test_head_gradient_is_not_kept_through_backward(tmp_path, monkeypatch):
     """The fp32 sum of the output matrix is gone before the layers' backward needs the memory."""
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
     sums, seen = [], []
-    new_sum, embedding_gradient = trainer._executor._new_sum, trainer._executor._embedding_gradient
+    new_sum, embedding_gradient = trainer._executor._sums.new, trainer._executor._embedding_gradient
 
     def watched_sum(block):
         made = new_sum(block)
@@ -477,7 +498,7 @@ def test_head_gradient_is_not_kept_through_backward(tmp_path, monkeypatch):
         seen.extend(ref() is None for ref in sums)
         embedding_gradient(*args)
 
-    monkeypatch.setattr(trainer._executor, "_new_sum", watched_sum)
+    monkeypatch.setattr(trainer._executor._sums, "new", watched_sum)
     monkeypatch.setattr(trainer._executor, "_embedding_gradient", look)
     data = tiny.sequences()
     trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
@@ -537,7 +558,7 @@ def test_a_device_that_is_lost_does_not_keep_the_host(tmp_path, monkeypatch):
 
 def test_the_error_that_ends_the_building_is_the_one_to_tell(tmp_path, monkeypatch):
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
-    monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: raise_(ValueError("no such parameter")))
+    monkeypatch.setattr(masters, "write_master", lambda *args: raise_(ValueError("no such parameter")))
     monkeypatch.setattr(Lanes, "synchronize", lambda self: raise_(RuntimeError("device lost")))
     before = set(threading.enumerate())
     for build in (
@@ -586,8 +607,8 @@ def largest_tensor(owner: object) -> int:
 def test_the_caller_sees_the_plan_before_the_model_is_read(tmp_path, monkeypatch):
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
     seen = []
-    fill = StreamTrainer._set
-    monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: (seen.append("weights"), fill(self, *args)))
+    write = masters.write_master
+    monkeypatch.setattr(masters, "write_master", lambda *args: (seen.append("weights"), write(*args)))
     tiny.trainer(directory, on_reserved=lambda trainer: seen.append(trainer.plan.pack_tokens)).close()
     assert seen[:2] == [48, "weights"]
 
@@ -652,7 +673,7 @@ def test_weights_and_head_gradient_are_not_held_together(tmp_path, monkeypatch, 
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
     executor = trainer._executor
     executor._plan = dataclasses.replace(trainer.plan, ring_in_head=ring_in_head)
-    new_sum, begin = executor._new_sum, executor._ring.begin
+    new_sum, begin = executor._sums.new, executor._ring.begin
     sums, seen = [], []
 
     def watched_sum(block):
@@ -664,7 +685,7 @@ def test_weights_and_head_gradient_are_not_held_together(tmp_path, monkeypatch, 
         seen.append((len(sums), sum(ref() is not None for ref in sums)))
         begin(*args)
 
-    monkeypatch.setattr(executor, "_new_sum", watched_sum)
+    monkeypatch.setattr(executor._sums, "new", watched_sum)
     monkeypatch.setattr(executor._ring, "begin", look)
     packs = tiny.packs(tiny.sequences())
     trainer.forward_backward(packs, tiny.WeightedLoss(tiny.token_weights(tiny.sequences())))

@@ -6,7 +6,7 @@ through a few pinned staging buffers. The weight ring and the trainer see both a
 
 import threading
 import time
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -149,6 +149,19 @@ class MappedStore:
     def close(self) -> None:
         for region in self._staging:
             region.close()
+
+
+def frozen_store(
+    spec: DecoderSpec, reader: CheckpointReader, dtype: torch.dtype, kind: Literal["mmap", "pinned"], *, pin: bool
+) -> WeightStore:
+    """The weights of a checkpoint, never written again: mapped from its files, or a copy in host RAM. pin: for copies to a GPU."""
+    if kind == "mmap":
+        return MappedStore(spec, reader, dtype, pin=pin)
+    store = HostStore(spec, dtype, pin=pin)
+    for block in spec.blocks:
+        fill_from_checkpoint(block, store.begin_write(block), reader)
+        store.end_write(block)
+    return store
 
 
 def check_shapes(spec: DecoderSpec, reader: CheckpointReader) -> None:
