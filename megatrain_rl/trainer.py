@@ -66,13 +66,12 @@ class StreamTrainer:
         self._device = device
         self._pin = device.type == "cuda"
         self._executor = StreamExecutor(spec, config, self.plan, device)
+        tokens, longest = self.plan.pack_tokens, self.plan.max_pack_tokens
         log.info(
-            "streaming %.2f B parameters: packs of %d tokens, longest sequence %d, %.1f GB of host RAM",
-            spec.num_parameters / 1e9,
-            self.plan.pack_tokens,
-            self.plan.max_pack_tokens,
-            self.plan.host_bytes / 1e9,
+            "%.2f B parameters in packs of %d tokens, sequences up to %d", spec.num_parameters / 1e9, tokens, longest
         )
+        for line in self.plan.table():
+            log.info(line)
         self._reference: WeightStore | None = None
         self._companions: Path | None = None
         self._update: Update | None = None  # forward only
