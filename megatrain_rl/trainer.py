@@ -5,7 +5,7 @@
     trainer.forward_backward(packs, NegativeLogLikelihood(packs))
     trainer.optim_step()
 
-Not thread-safe: one caller at a time. The host optimizer runs on a thread of its own; every reader of weights waits for it.
+Not thread-safe: one caller at a time. The host optimizer has a thread of its own; readers of weights wait for it.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class StreamTrainer:
         reference: bool,
         on_reserved: Callable[["StreamTrainer"], None] | None = None,
     ):
-        # Whatever can refuse comes first: the plan, the optimizer's and the attention's needs. Then memory, the largest last.
+        # What can refuse comes first: the plan, the optimizer's and the attention's needs. Then memory, largest last.
         self.spec = spec
         self.config = config
         self.adamw = adamw
@@ -66,10 +66,7 @@ class StreamTrainer:
         self._device = device
         self._pin = device.type == "cuda"
         self._executor = StreamExecutor(spec, config, self.plan, device)
-        tokens, longest = self.plan.pack_tokens, self.plan.max_pack_tokens
-        log.info(
-            "%.2f B parameters in packs of %d tokens, sequences up to %d", spec.num_parameters / 1e9, tokens, longest
-        )
+        log.info("streaming %.2f B parameters", spec.num_parameters / 1e9)
         for line in self.plan.table():
             log.info(line)
         self._reference: WeightStore | None = None
@@ -112,9 +109,10 @@ class StreamTrainer:
     ) -> "StreamTrainer":
         """Load a Hugging Face checkpoint directory straight into host RAM.
 
-        adamw: None for a forward-only trainer without gradients or optimizer state. reference: keep the weights of `model_dir`
-        readable as `weights="reference"`, whatever is trained or loaded later. hf_config: takes the place of config.json. on_reserved:
-        called with the trainer, whose plan is made and whose GPU memory is taken, before host memory is and the weights are read.
+        adamw: None for a forward-only trainer without gradients or optimizer state.
+        reference: keep the weights of `model_dir` readable as `weights="reference"`, whatever happens to the policy.
+        hf_config: takes the place of config.json.
+        on_reserved: called with the trainer when its plan is made and its GPU memory taken, before host memory is.
         """
         reader = CheckpointReader(model_dir)
         spec = decoder_spec(hf_config or reader.config())
@@ -124,8 +122,7 @@ class StreamTrainer:
         with trainer._closed_on_error():
             read_masters(trainer._store, trainer._optimizer, reader)
             if reference:
-                kind, dtype = config.reference, config.param_torch_dtype
-                trainer._reference = frozen_store(spec, reader, dtype, kind, pin=trainer._pin)
+                trainer._reference = frozen_store(spec, reader, config, pin=trainer._pin)
                 trainer._parts.callback(trainer._reference.close)
         return trainer
 
@@ -140,8 +137,7 @@ class StreamTrainer:
         device: str | torch.device = "cuda",
         seed: int = 0,
     ) -> "StreamTrainer":
-        """Random weights: matrices normal with the config's `initializer_range`, norm weights 1, biases 0. The numbers depend on
-        the device they are drawn on."""
+        """A trainer with random weights; see `optim.masters.draw_masters`."""
         trainer = cls(decoder_spec(hf_config), config, adamw, schedule, torch.device(device), reference=False)
         with trainer._closed_on_error():
             trainer._executor.use_reservation()
@@ -155,8 +151,10 @@ class StreamTrainer:
         return self.plan.pack_tokens
 
     def warm_up(self) -> None:
-        """Do now what the first step would do beside its work: compile layers and head, load kernels; but the gradient of an entropy, if the
-        objective has one, is compiled when it first comes. Weights, gradients and optimizer state stay as they are."""
+        """Do now what the first step would do beside its work: compile layers and head, load kernels. No state changes.
+
+        The gradient of an entropy, if the objective has one, is still compiled when it first comes.
+        """
         # On a GPU a whole pack: what is compiled is tuned for the size that it is first called with.
         tokens = self.pack_tokens if self._device.type == "cuda" else min(self.pack_tokens, PACK_MULTIPLE)
         lengths = [max(1, tokens // 2), max(1, tokens // 3)]
@@ -170,14 +168,13 @@ class StreamTrainer:
     def forward_backward(
         self, packs: Sequence[PackedBatch], objective: Objective, *, entropy: bool = False, final: bool = False
     ) -> ForwardBackwardOutput:
-        """Forward and backward of a mini-batch. Gradients are summed over packs and over calls until `optim_step`. Packs whose layer
-        inputs do not fit host RAM together run in several sweeps, one after the other.
+        """Forward and backward of a mini-batch. Gradients are summed over packs and over calls until `optim_step`.
+        Packs whose layer inputs do not fit host RAM together run in several sweeps, one after the other. A non-finite
+        loss stops before backward: this call adds no gradient and the next `optim_step` skips.
 
-        entropy: hand entropies to the objective too. A non-finite loss stops before backward: this call adds no gradient and the
-        next `optim_step` skips.
-        final: a promise that the next call is `optim_step` (or `zero_grad`): the optimizer may start on blocks whose gradients are
-        complete while backward goes on, at the learning rate of now. It does so when recent norms were well below the clip limit;
-        the result is that of a step after backward, to the bit unless this norm turns out above the limit, and to fp32 rounding then.
+        entropy: hand entropies to the objective too.
+        final: a promise that the next call is `optim_step` (or `zero_grad`), so that the update may start beneath
+            backward, at the learning rate of now. When it does, and with which result, is told in `optim.update`.
         """
         update = self._require_training()
         self._require_settled()
@@ -200,11 +197,7 @@ class StreamTrainer:
         return ForwardBackwardOutput.joined(outputs)
 
     def log_probs(
-        self,
-        packs: Sequence[PackedBatch],
-        *,
-        entropy: bool = False,
-        weights: Literal["policy", "reference"] = "policy",
+        self, packs: Sequence[PackedBatch], *, entropy: bool = False, weights: Literal["policy", "reference"] = "policy"
     ) -> list[TokenStats]:
         """Per-token statistics of each pack, on the CPU, under the policy or the frozen reference."""
         self._require_open()
@@ -221,9 +214,9 @@ class StreamTrainer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next `optim_step`: `AdamWConfig.lr` times the schedule's factor. A ValueError when forward only."""
-        self._require_training()
-        assert self.adamw is not None
+        """Learning rate of the next `optim_step`: `AdamWConfig.lr` times the schedule's factor."""
+        if self.adamw is None:
+            raise ValueError("a forward-only trainer (adamw=None) has no learning rate")
         return self.adamw.lr * self.schedule.factor
 
     def optimizer_intervals(self) -> list[Interval]:
@@ -244,15 +237,17 @@ class StreamTrainer:
     def optim_step(self) -> OptimStepResult:
         """Clip and apply the gradients at the current learning rate; gradients are gone afterwards.
 
-        Returns as soon as the norm is known; blocks are stepped in the background and each is waited for where it is read.
+        Returns as soon as the norm is known; blocks are stepped in the background, and who reads one waits for it.
         """
         update = self._require_training()
         self._executor.drain()
         return update.end(lr=self.lr)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, host tensor) in forward order, a tied output matrix once. Views of live memory: valid until the next
-        update begins, in `optim_step` or in `forward_backward(final=True)`. Each block is waited for as it is reached."""
+        """(Hugging Face name, host tensor) in forward order, a tied output matrix once. Waits for each block in turn.
+
+        Views of live memory: valid until the next update begins, in `optim_step` or `forward_backward(final=True)`.
+        """
         self._require_open()
         self._require_settled()
         return ((b.names[name], self._store.view(b, name)) for b in self.spec.blocks for name in b.layout.slots)
@@ -263,26 +258,22 @@ class StreamTrainer:
         self._executor.drain()
         if not gradients.complete:
             raise ValueError("no gradients: call forward_backward first")
-        for block in self.spec.blocks:
-            for name in block.layout.slots:
-                yield block.names[name], block.layout.view(gradients.flat(block), name)
+        yield from gradients.named()
 
     def load_named_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace weights by Hugging Face name; fp32 values are kept exactly (the residual follows). An unknown name or a wrong
-        shape is a ValueError. Moments stay."""
-        self._require_settled()
+        """Replace weights by Hugging Face name; fp32 values are kept exactly (the residual follows). Moments stay. An
+        unknown name or a wrong shape is a ValueError."""
         self._wait_for_optimizer()
         write_masters(self._store, self._optimizer, tensors)
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write the complete state; see `megatrain_rl.checkpoint` for the layout."""
-        self._require_settled()
         self._wait_for_optimizer()
         state = {} if self._update is None else self._update.state_dict() | {"schedule": self.schedule.state_dict()}
         checkpoint.save(Path(directory), self.spec, self._store, self._optimizer, state, self._companions)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Restore the complete state, also after a failed update; pending gradients are dropped, the reference is not touched."""
+        """Restore the complete state, also after a failed update. Gradients are dropped; the reference stays."""
         self._require_open()
         if self._update is not None:
             self._drop_gradients()
@@ -328,8 +319,6 @@ class StreamTrainer:
         self._require_training().take_back()
 
     def _sweeps(self, packs: Sequence[PackedBatch], *, train: bool) -> list[list[PackedBatch]]:
-        if not packs:
-            raise ValueError("no packs: the mini-batch is empty")
         check_packs(self.plan, self.config, packs)
         schedule = LayerSchedule(self.spec.num_layers, self.config.checkpoint_interval, train=train)
         hidden_bytes = self.spec.hidden_size * self.config.param_torch_dtype.itemsize
@@ -353,6 +342,7 @@ class StreamTrainer:
             )
 
     def _wait_for_optimizer(self) -> None:
+        self._require_settled()
         self._require_open()
         if self._update is not None:
             self._update.optimizer.wait()

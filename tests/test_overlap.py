@@ -1,7 +1,8 @@
 """The optimizer beneath backward: forward_backward(final=True) and optim_step give what a step after backward gives.
 
-To the bit when the norm stays below the clip limit; to fp32 rounding, and always the same, when a guess was wrong and steps were taken
-back; and nobody sees weights in between. A promise that is not kept (zero_grad, an error, a checkpoint loaded) leaves the state as it was.
+To the bit when the norm stays below the clip limit; to fp32 rounding, and always the same, when a guess was wrong and
+steps were taken back; and nobody sees weights in between. A promise that is not kept (zero_grad, an error, a checkpoint
+loaded) leaves the state as it was.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ from megatrain_rl.trainer import StreamTrainer
 
 U = 2.0**-24
 LR = 1e-3
-# Norms of the data below are 2 to 6; the limit is far above, so that every step after the first is guessed, and rightly.
+# Norms of the data below are 2 to 6; the limit is far above, so that every step after the first is guessed, and
+# rightly.
 QUIET = AdamWConfig(lr=LR, clip_grad=100.0)
 DATA = tiny.sequences((5, 17, 9, 30, 11))
 PACKS = tiny.packs(DATA, max_tokens=32)
@@ -101,8 +103,8 @@ def master(every, name) -> torch.Tensor:
 
 def assert_restored(after, before, grads, *, step=LR):
     """Equal to fp32 rounding. An undone step leaves U (6 |m| + 0.12 |g|), U (6 v + 0.001 g^2), U (7 |w| + |step|) (see
-    tests/ops/test_adamw.py); the step that may follow adds 3 roundings and no gradient. So: twice that. `step` bounds |step|: that of a
-    weight with moments of its own history is at most a few learning rates."""
+    tests/ops/test_adamw.py); the step that may follow adds 3 roundings and no gradient. So: twice that. `step` bounds
+    |step|: that of a weight with moments of its own history is at most a few learning rates."""
     for name, g in grads.items():
         g = g.nan_to_num(0, 0, 0).abs()
         pairs = [(after[f"{name}.{k}"].double(), before[f"{name}.{k}"].double()) for k in ("exp_avg", "exp_avg_sq")]
@@ -276,11 +278,13 @@ BEFORE_THE_LIMIT = {
 @pytest.mark.parametrize("types", [dict(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_norm_above_the_limit_is_corrected_to_fp32_rounding(build, device, deterministic, types, tied):
-    """Quiet steps, then a gradient five times as large: blocks that landed before the norms passed the limit are stepped with factor 1,
-    taken back and stepped with the factor; the others wait for it and are the deferred ones to the bit.
+    """Quiet steps, then a gradient five times as large: blocks that landed before the norms passed the limit are
+    stepped with factor 1, taken back and stepped with the factor; the others wait for it and are the deferred ones to
+    the bit.
 
-    Bounds: moments as `assert_restored` (g: the gradient before clipping). A weight moves lr m / sqrt(v), so by those errors relative to m
-    and sqrt(v), below 400 U of a step where the history is no smaller than the clipped gradient; in the norm, well below."""
+    Bounds: moments as `assert_restored` (g: the gradient before clipping). A weight moves lr m / sqrt(v), so by those
+    errors relative to m and sqrt(v), below 400 U of a step where the history is no smaller than the clipped gradient;
+    in the norm, well below."""
     plain = build(tied=tied, device=device, adamw=CLIPPED, overlap_optimizer=False, **types)
     trainer = build(tied=tied, device=device, adamw=CLIPPED, **types)
     spy = Spy(trainer)
@@ -322,7 +326,8 @@ def test_a_norm_above_the_limit_is_corrected_to_fp32_rounding(build, device, det
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_a_head_above_the_limit_alone_costs_nothing(build, moments):
-    """The first norm to land gives the guess up: every block waits for the factor, and the step is the deferred one to the bit."""
+    """The first norm to land gives the guess up: every block waits for the factor, and the step is the deferred one to
+    the bit."""
     knobs = BF16 | dict(optimizer_state_dtype=moments)
     plain, trainer = build(adamw=CLIPPED, overlap_optimizer=False, **knobs), build(adamw=CLIPPED, **knobs)
     spy = Spy(trainer)
@@ -363,7 +368,8 @@ def test_when_a_block_was_stepped_does_not_show_in_a_correction(build, moments):
 
 
 def test_a_correction_of_bf16_moments_is_within_their_rounding(build):
-    """bf16 moments come back to two stochastic roundings of what they were with the gradient in them, and the weights to as much of a step."""
+    """bf16 moments come back to two stochastic roundings of what they were with the gradient in them, and the weights
+    to as much of a step."""
     knobs = BF16 | dict(optimizer_state_dtype="bfloat16")
     plain, trainer = build(adamw=CLIPPED, overlap_optimizer=False, **knobs), build(adamw=CLIPPED, **knobs)
     for each in (plain, trainer):
@@ -427,7 +433,8 @@ def poison(trainer: StreamTrainer, monkeypatch, name: str, value: float) -> None
 @pytest.mark.parametrize("name, value", [("embed", float("nan")), ("layers.0", 3e30), ("head", float("inf"))])
 @pytest.mark.parametrize("types", [dict(), BF16], ids=["fp32", "bf16"])
 def test_a_gradient_that_is_not_finite_takes_the_update_back(build, monkeypatch, device, types, name, value):
-    """Late in backward, when other blocks have been stepped, and early, in the head, when none is. 3e30 is finite and its norm is not."""
+    """Late in backward, when other blocks have been stepped, and early, in the head, when none is. 3e30 is finite and
+    its norm is not."""
     plain, trainer = build(device=device, overlap_optimizer=False, **types), build(device=device, **types)
     spy, early = Spy(trainer), 0
     for each in (plain, trainer):
@@ -517,14 +524,15 @@ def test_zero_grad_takes_a_promise_back(build, device):
     assert different(after, before)
     assert_restored(after, before, grads)
     assert trainer._optimizer.step_count == 2
-    with pytest.raises(ValueError, match="optim_step without complete gradients"):
+    with pytest.raises(ValueError, match=r"^optim_step .*forward_backward"):
         trainer.optim_step()
     assert_next_updates_agree(trainer, plain, grads)
 
 
 @pytest.mark.parametrize("guessed", [True, False])
 def test_a_promise_must_be_kept(build, tmp_path, guessed):
-    """Whatever would read or write weights in between is refused, also when nothing was started; then the step is as ever."""
+    """Whatever would read or write weights in between is refused, also when nothing was started; then the step is as
+    ever."""
     adamw = QUIET if guessed else AdamWConfig(lr=LR, clip_grad=1.0)
     trainer, plain = build(adamw=adamw), build(adamw=adamw, overlap_optimizer=False)
     for each in (trainer, plain):
@@ -540,7 +548,7 @@ def test_a_promise_must_be_kept(build, tmp_path, guessed):
             lambda each=each: each.forward_backward(PACKS, Scaled()),
             lambda each=each: each.forward_backward(PACKS, Scaled(), final=True),
         ):
-            with pytest.raises(ValueError, match="call optim_step, or zero_grad"):
+            with pytest.raises(ValueError, match="final=True"):
                 call()
         assert not (tmp_path / "c").exists()
         assert each.optim_step().stepped
@@ -556,7 +564,8 @@ def scheduled(trainer: StreamTrainer) -> LRSchedule:
 
 
 def test_the_result_tells_the_learning_rate_that_was_used(build):
-    """Also where the schedule goes on between backward and the step: an update that has begun keeps its rate. And the weights agree."""
+    """Also where the schedule goes on between backward and the step: an update that has begun keeps its rate. And the
+    weights agree."""
     early, plain = build(), build(overlap_optimizer=False)
     for each in (early, plain):
         schedule = scheduled(each)
@@ -645,7 +654,7 @@ def test_an_error_in_a_promised_backward_takes_the_update_back(build, monkeypatc
     after = state(trainer)
     assert_restored(after, before, grads)
     assert {n.rsplit(".", 1)[0] for n in different(after, before)} == {"head", "layers.3", "layers.2"}
-    with pytest.raises(ValueError, match="optim_step without complete gradients"):
+    with pytest.raises(ValueError, match=r"^optim_step .*forward_backward"):
         trainer.optim_step()
     if sweeps == 1:
         assert_next_updates_agree(trainer, fresh, grads)
@@ -672,11 +681,11 @@ def test_an_error_of_the_worker_beneath_backward_reaches_the_caller(build, monke
         trainer.optim_step()
         trainer.synchronize()
 
-    with pytest.raises(RuntimeError, match="the host optimizer failed"):
+    with pytest.raises(RuntimeError, match="host optimizer"):
         whole_step()
     monkeypatch.undo()
     for call in (lambda: trainer.log_probs(PACKS), lambda: trainer.forward_backward(PACKS, Scaled(), final=True)):
-        with pytest.raises(RuntimeError, match="the host optimizer failed"):
+        with pytest.raises(RuntimeError, match="host optimizer"):
             call()
     trainer.load_checkpoint(tmp_path / "c")
     assert not different(state(trainer), saved)
@@ -705,14 +714,14 @@ def test_close_while_the_worker_has_jobs(build, after):
     go.set()
     closer.join(30)
     assert not closer.is_alive() and not trainer._optimizer._worker.is_alive()
-    with pytest.raises(ValueError, match="the trainer is closed"):
+    with pytest.raises(ValueError, match="closed"):
         trainer.optim_step()
 
 
 def test_bf16_moments_learn_as_fp32_ones_do(tmp_path):
-    """110 steps on one batch, by heart. Stochastic rounding adds noise of at most 2^-7 to a step, which averages out over elements and
-    steps, and no bias: the curves stay within 0.2 % of the start's loss everywhere and end (mean of the last ten) within 1 % of each
-    other, far below the start. Measured: 0.002 % and 0.03 %."""
+    """110 steps on one batch, by heart. Stochastic rounding adds noise of at most 2^-7 to a step, which averages out
+    over elements and steps, and no bias: the curves stay within 0.2 % of the start's loss everywhere and end (mean of
+    the last ten) within 1 % of each other, far below the start. Measured: 0.002 % and 0.03 %."""
     directory = tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path)
     packs = tiny.packs(tiny.sequences((24, 17)))
     objective, curves = NegativeLogLikelihood(packs), {}

@@ -8,11 +8,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores the scheduler may run this process on, or fewer if its cgroup has a quota: the default for work that has the machine to
-    itself, such as torch's own operations while nothing is trained.
+    """Cores the scheduler may run this process on, or fewer if its cgroup has a quota.
 
-    Thread counts are set from this on purpose: Ray starts its workers with OMP_NUM_THREADS=1, and a container on a large host
-    sees all of the host's cores.
+    The default number of threads for work that has the machine to itself, such as torch's own operations. Threads are
+    set on purpose: Ray starts its workers with OMP_NUM_THREADS=1, and a container sees all cores of its host.
     """
     cores = len(os.sched_getaffinity(0))
     quota = _words("cpu.max")
@@ -22,8 +21,10 @@ def usable_cores() -> int:
 
 
 def optimizer_threads() -> int:
-    """Seven of every eight usable cores: the default for the host optimizer, which runs beside backward. Of the rest one thread gives
-    the GPU its work and one waits for what lands."""
+    """Seven of every eight usable cores: the default threads of the host optimizer, which runs beside backward.
+
+    The rest is for the thread that gives the GPU its work and the one that waits for what lands.
+    """
     cores = usable_cores()
     return max(1, cores - cores // 8)
 

@@ -6,11 +6,12 @@ through a few pinned staging buffers. The weight ring and the trainer see both a
 
 import threading
 import time
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.model.decoder import Block, DecoderSpec
 from megatrain_rl.model.hf_io import CheckpointReader
@@ -151,13 +152,11 @@ class MappedStore:
             region.close()
 
 
-def frozen_store(
-    spec: DecoderSpec, reader: CheckpointReader, dtype: torch.dtype, kind: Literal["mmap", "pinned"], *, pin: bool
-) -> WeightStore:
-    """The weights of a checkpoint, never written again: mapped from its files, or a copy in host RAM. pin: for copies to a GPU."""
-    if kind == "mmap":
-        return MappedStore(spec, reader, dtype, pin=pin)
-    store = HostStore(spec, dtype, pin=pin)
+def frozen_store(spec: DecoderSpec, reader: CheckpointReader, config: StreamConfig, *, pin: bool) -> WeightStore:
+    """The weights of a checkpoint, never written again, kept as `config.reference` says. pin: for copies to a GPU."""
+    if config.reference == "mmap":
+        return MappedStore(spec, reader, config.param_torch_dtype, pin=pin)
+    store = HostStore(spec, config.param_torch_dtype, pin=pin)
     for block in spec.blocks:
         fill_from_checkpoint(block, store.begin_write(block), reader)
         store.end_write(block)

@@ -1,11 +1,11 @@
 """HostAdamW: optimizer state in host RAM, and the thread that steps blocks while the caller goes on.
 
-State per parameter: int16 residual (bf16 weights only), exp_avg and exp_avg_sq (fp32, or bf16 by choice); flat per block, laid
-out like the weights. Whoever reads a block's weights waits for that block in `HostStore.read`.
+State per parameter: int16 residual (bf16 weights only), exp_avg and exp_avg_sq (fp32, or bf16 by choice); flat per
+block, laid out like the weights. Whoever reads a block's weights waits for that block in `HostStore.read`.
 
-Which blocks are stepped when, and with which clip factor, is `optim.update.Update`'s to say. Here a block has passes (step, step
-what the guard admits, finish what it left, undo) that are queued and run in order. Of the queued blocks the one that the next
-forward needs first goes first.
+Which blocks are stepped when, and with which clip factor, is `optim.update.Update`'s to say. Here a block has passes
+(step, step what the guard admits, finish what it left, undo) that are queued and run in order. Of the queued blocks the
+one that the next forward needs first goes first.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ class BlockState:
 
 
 def make_library(config: StreamConfig, adamw: AdamWConfig) -> LibraryAdamW | None:
-    """The library `config.optimizer` names, or None for the native op. What is missing on this machine is an error here, so
-    call it before allocating anything."""
+    """The library `config.optimizer` names, or None for the native op. What is missing on this machine is an error
+    here, so call it before allocating anything."""
     if config.optimizer == "native":
         load_library("adamw")
         return None
@@ -73,7 +73,7 @@ class _Pass:
 class HostAdamW:
     """Steps `store` with `gradients`. `step_count` is the number of updates applied or started.
 
-    can_undo: whether this optimizer can take a step back; a library's cannot, nor can moments in bf16 that forget at once.
+    can_undo: whether a step can be taken back; not with a library's optimizer, nor with bf16 moments that forget fast.
     waited_s: seconds that callers have waited for the whole update so far; those of one block are the store's to count.
     """
 
@@ -118,7 +118,7 @@ class HostAdamW:
     # ---- one update ----
 
     def start_step(self, *, lr: float, grad_scale: float) -> None:
-        """Begin an update and step every block. Gradients must have landed; they count as used once their block is stepped."""
+        """Begin an update and step every block. Gradients must have landed; a block's is used when it is stepped."""
         self.begin(lr=lr)
         with self.together():
             for block in self._blocks:
@@ -137,7 +137,7 @@ class HostAdamW:
         self.step_count -= 1
 
     def together(self) -> contextlib.AbstractContextManager[Any]:
-        """What is queued inside reaches the worker when the `with` ends. The lock is re-entrant, and guards the caller's state too."""
+        """A re-entrant lock: what is queued inside reaches the worker when the `with` ends."""
         return self._changed
 
     # Each of these queues passes over a block and returns at once.
@@ -160,7 +160,7 @@ class HostAdamW:
                 self._put(block, finish)
 
     def undo(self, block: Block, *, then_grad_scale: float | None = None) -> None:
-        """Factor 1 was wrong: take back what `step_guarded` did or is about to do, and step with the right factor, if any."""
+        """Factor 1 was wrong: take back what `step_guarded` did or will do; then step with the right factor, if any."""
         passes = [self._pass(Mode.UNDO, 1.0)]
         if then_grad_scale is not None:
             passes.append(self._pass(Mode.STEP, then_grad_scale))

@@ -7,7 +7,7 @@ KINDS = ("constant", "cosine", "linear")
 
 
 class LRSchedule:
-    """`factor` is what the next optimizer step multiplies `AdamWConfig.lr` by. It grows from 0 to 1 over `warmup_steps`, then by `kind`:
+    """`factor` times `AdamWConfig.lr` is the rate of the next step. It grows from 0 to 1 over `warmup_steps`, then:
 
     constant: 1. cosine: to `min_lr_ratio` at `total_steps` in `num_cycles` waves (0.5 is one descent).
     linear: a straight line to `min_lr_ratio` at `total_steps`.
@@ -39,7 +39,7 @@ class LRSchedule:
 
     @property
     def factor(self) -> float:
-        """Of the next step, from 0 to 1."""
+        """The factor of the next step, from 0 to 1."""
         step = self.steps_done
         if step < self.warmup_steps:
             return step / self.warmup_steps

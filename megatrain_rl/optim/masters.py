@@ -1,8 +1,8 @@
 """Masters: the policy's parameters as they are trained, written from a checkpoint, at random, or one by one.
 
-A bf16 weight is the high half of an fp32 master whose low half is the optimizer's residual; the two must be written together, or
-the residual of an earlier weight would come back with the next update. Without an optimizer, or with fp32 weights, the weight is
-all there is.
+A bf16 weight is the high half of an fp32 master whose low half is the optimizer's residual; the two must be written
+together, or the residual of an earlier weight would come back with the next update. Without an optimizer, or with fp32
+weights, the weight is all there is.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from megatrain_rl.optim.host_adamw import HostAdamW
 
 
 def write_master(store: HostStore, optimizer: HostAdamW | None, block: Block, name: str, tensor: Tensor) -> None:
-    """Set one parameter of `block`; an fp32 `tensor` is kept exactly where there is a residual. A wrong shape is a ValueError."""
+    """Set one parameter of `block`; with a residual fp32 values stay exact. A wrong shape is a ValueError."""
     check_shape(block, name, tuple(tensor.shape))
     place = store.view(block, name)
     residual_flat = None if optimizer is None else optimizer.state[block.name].residual
@@ -52,8 +52,8 @@ def read_masters(store: HostStore, optimizer: HostAdamW | None, reader: Checkpoi
 def draw_masters(
     store: HostStore, optimizer: HostAdamW | None, *, std: float, seed: int, device: str | torch.device
 ) -> None:
-    """Set every parameter at random: matrices normal with deviation `std`, norm weights 1, biases 0. The numbers depend on the device
-    they are drawn on."""
+    """Set every parameter at random: matrices normal with deviation `std`, norm weights 1, biases 0. The numbers depend
+    on the device they are drawn on."""
     generator = torch.Generator(device=device).manual_seed(seed)
     for block in store.spec.blocks:
         for name, slot in block.layout.slots.items():

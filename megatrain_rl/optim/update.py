@@ -1,17 +1,19 @@
 """Update: the life of one AdamW update, from the promise that it comes until it is carried out or taken back.
 
-A deferred update starts when the gradient norm, and so the clip factor, is known. An early update starts beneath backward: it
-guesses that nothing will be clipped, steps blocks with factor 1 as their gradients land, and corrects them if it was wrong.
+A deferred update starts when the gradient norm, and so the clip factor, is known. An early update starts beneath
+backward: it guesses that nothing will be clipped, steps blocks with factor 1 as their gradients land, and corrects them
+if it was wrong.
 
-    CLOSED --promise--> PROMISED --guess--> GUESSED --end--> CONFIRMED      the next promise starts from here, as from CLOSED
+    CLOSED --promise--> PROMISED --guess--> GUESSED --end--> CONFIRMED
                             |                  |
-                            +----take_back-----+-----------> TAKEN_BACK     likewise
+                            +----take_back-----+-----------> TAKEN_BACK
 
-An update that nobody promised goes from CLOSED to CONFIRMED at once, and so does a promised one that was not worth a guess.
+From CONFIRMED and TAKEN_BACK the next update is promised as from CLOSED. A deferred update ends from where it is: from
+PROMISED when a guess was not worth while, from one of the three others when nobody promised it.
 
-A right guess gives the deferred result to the bit. After a wrong one what was stepped is taken back and stepped again with the
-right factor, equal to fp32 rounding. Which blocks are stepped early depends on norms alone, never on how far the worker has come:
-a run repeats to the bit, and resumes so, since checkpoints keep the norms.
+A right guess gives the deferred result to the bit. After a wrong one what was stepped is taken back and stepped again
+with the right factor, equal to fp32 rounding. Which blocks are stepped early depends on norms alone, never on how far
+the worker has come: a run repeats to the bit, and resumes so, since checkpoints keep the norms.
 
 StreamTrainer calls everything but `landed`, which is called on the thread that waits for gradients.
 """
@@ -44,8 +46,11 @@ class State(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimStepResult:
-    """grad_norm: global L2 norm before clipping. stepped: False when the norm or a loss was not finite; nothing changed then.
-    skipped_steps: such steps since the start. lr: learning rate of this step, or the one it would have had."""
+    """grad_norm: global L2 norm before clipping.
+    stepped: False when the norm or a loss was not finite; nothing changed then.
+    skipped_steps: number of such steps since the start.
+    lr: learning rate of this step, or the one it would have had.
+    """
 
     grad_norm: float
     stepped: bool
@@ -56,7 +61,8 @@ class OptimStepResult:
 class ClipGate:
     """The limit of the gradient norm, and whether the next norm is likely to stay below it.
 
-    A wrong guess costs two more passes over what was stepped so far, so it is made only while norms stay well below the limit.
+    A wrong guess costs two more passes over what was stepped so far, so it is made only while norms stay well below the
+    limit.
     clip_grad: the limit, or None or 0 for no clipping, when every guess is right.
     """
 
@@ -89,8 +95,10 @@ class ClipGate:
 class _Guess:
     """What an early update has done so far.
 
-    limit: of the gradient norm, beyond which the guess is lost. to_land: by block, how often its gradient is still to land.
-    stepped: blocks stepped, or queued to be, with factor 1. held: blocks that wait for the factor.
+    limit: the gradient norm beyond which the guess is lost.
+    to_land: how often the gradient of each block is still to land.
+    stepped: blocks stepped, or queued to be, with factor 1.
+    held: blocks that wait for the factor.
     """
 
     lr: float
@@ -105,8 +113,8 @@ class _Guess:
 class Update:
     """The one update that is promised, under way or over; `gradients` go in, `optimizer` steps.
 
-    overlap: whether an update may start early. nonfinite_loss: set by the caller when a loss of this update was not finite; the
-    update is then never guessed, and skipped at its end.
+    overlap: whether an update may start early.
+    nonfinite_loss: set when a loss was not finite; the update is then not guessed, and skipped at its end.
     """
 
     def __init__(
@@ -137,7 +145,7 @@ class Update:
         self.state = State.PROMISED
 
     def guess(self, *, lr: float) -> None:
-        """The last backward of a promised update is about to start: start the update beneath it if that is worth while."""
+        """Backward is about to finish the gradients of a promised update: begin beneath it if that is worth while."""
         if self.state is not State.PROMISED or not self._worth_a_guess(lr):
             return
         self.optimizer.begin(lr=lr)
@@ -153,8 +161,8 @@ class Update:
     def landed(self, block: Block, norm: float) -> None:
         """The gradient of `block` has landed with this norm; without a guess that says nothing.
 
-        Once the norms so far are over the limit, or not finite, the guess is lost and further blocks wait for the factor. So does
-        the last block: the factor is about to be known.
+        Once the norms so far are over the limit, or not finite, the guess is lost and further blocks wait for the
+        factor. So does the last block: the factor is about to be known.
         """
         with self.optimizer.together():
             guess = self._guess
@@ -174,9 +182,10 @@ class Update:
                 self.optimizer.step_guarded(block)
 
     def end(self, *, lr: float) -> OptimStepResult:
-        """Every gradient has landed: clip and step at `lr`, or at the rate of the guess. A norm or loss that is not finite takes the
-        update back. Returns at once; gradients are gone afterwards. A ValueError without complete gradients."""
-        # After a failed sweep some blocks hold a gradient and others an old one; a non-finite loss skips the step anyway.
+        """Every gradient has landed: clip and step at `lr`, or at the rate of the guess. A norm or loss that is not
+        finite takes the update back. Returns at once; gradients are gone afterwards. A ValueError without complete
+        gradients."""
+        # A sweep that failed leaves a gradient in some blocks only; a non-finite loss skips the step anyway.
         if not self.nonfinite_loss and not self.gradients.complete:
             raise ValueError(
                 "optim_step without complete gradients: call forward_backward first, and zero_grad after one that failed"
@@ -210,7 +219,10 @@ class Update:
                 self.optimizer.step(block, grad_scale=grad_scale)
 
     def take_back(self) -> None:
-        """Drop the gradients and a pending update: weights and moments as before it, to fp32 rounding. Returns at once."""
+        """Drop the gradients and a pending update; weights and moments are then as before it, to fp32 rounding.
+
+        Returns at once: the worker does it, and readers wait for it.
+        """
         with self.optimizer.together():
             guess, self._guess = self._guess, None
             if guess is not None:

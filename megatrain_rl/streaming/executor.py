@@ -1,7 +1,7 @@
 """StreamExecutor: runs a sweep. Layers outside, packs inside; one layer's weights on the device at a time.
 
-The order comes from LayerSchedule, transfers from the ring, the slabs and the activation store; what is here is the arithmetic
-between them. The caller (StreamTrainer) chooses the store: handing it the frozen one gives reference log-probs.
+The order comes from LayerSchedule, transfers from the ring, the slabs and the activation store; what is here is the
+arithmetic between them. StreamTrainer chooses the store: handing it the frozen one gives reference log-probs.
 
 Shapes: T tokens of a pack, H hidden size, V vocabulary.
 """
@@ -36,8 +36,8 @@ from megatrain_rl.transfer.weight_ring import WeightRing
 
 
 def _on_compute_lane(sweep):
-    """Kernels of a sweep go to the lane that the transfers' marks refer to, whatever stream the caller is on. After an error nothing
-    is under way any more and no weights are held."""
+    """Kernels of a sweep go to the lane that the transfers' marks refer to, whatever stream the caller is on. After an
+    error nothing is under way any more and no weights are held."""
 
     @functools.wraps(sweep)
     def run(self, *args, **kwargs):
@@ -92,8 +92,11 @@ class StreamExecutor:
 
     @_on_compute_lane
     def enable_training(self, gradients: HostGradients, on_landed: Callable[[Block, float], None]) -> None:
-        """Gradients will land in `gradients`. on_landed(block, norm): called on a thread of its own when one has; that of a tied
-        embedding lands twice in a sweep, the second time complete."""
+        """Gradients will land in `gradients`.
+
+        on_landed(block, norm): called on a thread of its own when the gradient of `block` has. That of a tied embedding
+            lands twice in a sweep, the second time complete.
+        """
         self.use_reservation()
         with within_budget(self._device, self._plan.gpu_cap_bytes):
             self._sums = GradientSums(
@@ -203,7 +206,7 @@ class StreamExecutor:
     def _forward(
         self, schedule: LayerSchedule, store: WeightStore, packs: list[DevicePack], hidden: HiddenStates
     ) -> HeadWeights:
-        """Every layer over every pack. Returns the head's weights, which cross while the last layer runs when there is room."""
+        """Every layer over every pack. Returns the head's weights; with room they cross while the last layer runs."""
         visits = schedule.visits[: schedule.num_forward]
         self._ring.begin(store, [self._spec.layers[v.layer] for v in visits])
         self._embed(store, packs, 0)
@@ -295,8 +298,10 @@ class StreamExecutor:
         hidden: HiddenStates,
         entropy: bool,
     ) -> tuple[ForwardBackwardOutput, list[tuple[Block, Tensor]]]:
-        """Head and objective of every pack; leaves each pack's gradient in `hidden`. Returns the gradient sums of the head's blocks,
-        not pushed yet: a non-finite loss must not touch the gradients on the host."""
+        """Head and objective of every pack; leaves each pack's gradient in `hidden`.
+
+        Returns the gradient sums of the head's blocks, not pushed yet: a non-finite loss must not touch host gradients.
+        """
         blocks, out = head_blocks(self._spec), self._training_sums()
         sums = {block.name: out.new(block) for block in blocks}
         self._lanes.compute.wait(weights.ready)

@@ -51,7 +51,7 @@ class GradientSums:
             self._slabs.prefetch_earlier(self._gradients.flat(block))
 
     def push(self, block: Block, total: Tensor) -> None:
-        """Send a block's sum out, added to that of earlier sweeps when there is one. `total` may be reused by compute at once."""
+        """Send a block's sum out, added to that of earlier sweeps, if any. Compute may reuse `total` at once."""
         grad_host = self._gradients.flat(block)
         if self._gradients.has(block):
             self._slabs.add_earlier(grad_host, total)

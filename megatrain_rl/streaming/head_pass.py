@@ -1,7 +1,7 @@
 """HeadPass: final norm, output matrix and objective of one sweep, pack by pack.
 
-Its weights (and, in training, the fp32 gradient sums) are on the device for as long as the object lives, so whoever makes
-one lets go of it before the layers' backward. Made and called by the executor.
+Its weights (and, in training, the fp32 gradient sums) are on the device for as long as the object lives, so whoever
+makes one lets go of it before the layers' backward. Made and called by the executor.
 
 Shapes: T tokens of a pack, P predicted tokens of it, H hidden size, V vocabulary.
 """
@@ -28,8 +28,10 @@ from megatrain_rl.transfer.weight_ring import upload
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardBackwardOutput:
-    """Per pack: loss, metrics as the objective gave them, statistics on the CPU. nonfinite_loss: some loss was not finite, so
-    backward was not started and no gradient was added."""
+    """What a sweep, or several, gave for each pack: loss, the objective's metrics, statistics on the CPU.
+
+    nonfinite_loss: some loss was not finite, so backward was not started and no gradient was added.
+    """
 
     losses: list[float]
     metrics: list[dict[str, Any]]
@@ -55,8 +57,9 @@ def head_blocks(spec: DecoderSpec) -> tuple[Block, ...]:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """flats: flat device weights by block name. ready: recorded on upload after the last copy; waited for by compute before the
-    head runs."""
+    """flats: flat device weights by block name.
+    ready: recorded on upload after the last copy; waited for by compute before the head runs.
+    """
 
     flats: dict[str, Tensor]
     ready: Mark
@@ -77,7 +80,7 @@ class HeadWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadResult:
-    """One pack: loss (scalar), metrics as the objective gave them, statistics, gradient (T, H) of the last hidden states."""
+    """What the head gave for one pack. loss: scalar. grad_TH: gradient (T, H) of the last hidden states."""
 
     loss: Tensor
     metrics: dict[str, Any]
@@ -86,7 +89,7 @@ class HeadResult:
 
 
 class HeadPass:
-    """flats, sums: flat weights and flat fp32 gradient sums of the head's blocks by block name; sums None for forward only."""
+    """flats, sums: flat weights and fp32 gradient sums by name of the head's blocks; sums None for forward only."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class HeadPass:
         )
 
     def forward_backward(self, hidden_TH: Tensor, dp: DevicePack, objective: Objective, *, entropy: bool) -> HeadResult:
-        """`stats`, the objective, and the way back to the hidden states; gradients of the weights are added to the sums."""
+        """`stats`, the objective, and the way back to the hidden states; weights' gradients are added to the sums."""
         head_stats = self._forward(hidden_TH, dp, entropy)
         stats = self._leaves(head_stats, dp)
         stats.log_probs_T.requires_grad_()
