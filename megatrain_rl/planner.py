@@ -51,8 +51,11 @@ _COMPILE_HIDDEN_SIZE = 1024
 class HostCosts:
     """Host RAM of the training state, in bytes.
 
-    weights: of the policy, as they are streamed. residual: what bf16 weights lack of their fp32 masters. moments: both of AdamW's.
-    gradients: one per parameter. reference: a pinned copy of the frozen weights, or staging buffers for those read from files.
+    weights: the policy's, as they are streamed.
+    residual: what bf16 weights lack of their fp32 masters.
+    moments: both of AdamW's.
+    gradients: one number per parameter.
+    reference: a pinned copy of the frozen weights, or staging buffers for those that are read from files.
     """
 
     weights: int
@@ -151,7 +154,7 @@ class MemoryPlan:
         return self.host.total
 
     def device_lines(self) -> dict[str, int]:
-        """Every byte of the GPU budget by what it is for."""
+        """The use of every byte of the GPU budget."""
         return {
             "CUDA context and loaded kernels": CONTEXT_BYTES,
             "workspaces of libraries": _OUTSIDE_BYTES,
@@ -172,7 +175,7 @@ class MemoryPlan:
         }
 
     def host_lines(self) -> dict[str, int]:
-        """Every byte of the host RAM there is by what it is for."""
+        """The use of every byte of host RAM that there is."""
         return {
             "weights": self.host.weights,
             "residual of the fp32 masters": self.host.residual,

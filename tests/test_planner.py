@@ -171,7 +171,7 @@ def test_bf16_moments_are_the_advice_when_memory_is_short(qwen_7b):
 @pytest.mark.parametrize("reference", ["mmap", "pinned", None])
 @pytest.mark.parametrize("train", [True, False])
 def test_the_table_adds_up_to_the_plan(qwen_7b, reference, train):
-    """Every line's bytes: those of the GPU to its budget, those of the host to what there is; and the lines say these numbers."""
+    """The GPU's lines add up to its budget and the host's to what there is, and the table says these numbers."""
     config = StreamConfig(host_budget_gb=170, reference=reference or "mmap", grad_dtype="fp32")
     made = make_plan(qwen_7b, config, AdamWConfig() if train else None, reference=reference is not None)
     device, shared, host = made.device_lines(), made.shared_lines(), made.host_lines()

@@ -1,0 +1,1 @@
+"""The update: optimizer state and the thread that steps (host_adamw), when an update begins and ends (update), its rate."""
