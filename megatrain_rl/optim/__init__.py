@@ -1,1 +1,1 @@
-"""The update: optimizer state and the thread that steps (host_adamw), when an update begins and ends (update), its rate."""
+"""The update: optimizer state and the thread that steps, when an update begins and ends, and at which learning rate."""
