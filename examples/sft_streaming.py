@@ -49,7 +49,7 @@ def main() -> None:
         MODEL,
         config=StreamConfig(gpu_budget_gb=4, pack_tokens=512),
         adamw=adamw,
-        schedule=LRSchedule(base_lr=adamw.lr, kind="cosine", warmup_steps=3, total_steps=args.steps),
+        schedule=LRSchedule(kind="cosine", warmup_steps=3, total_steps=args.steps),
         device=args.device,
     )
     rng = random.Random(0)

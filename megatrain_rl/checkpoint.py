@@ -1,9 +1,9 @@
-"""Complete training state in a directory: written beside its final name, then renamed, so a crash never costs the previous one.
+"""The complete training state in a directory, written beside its final name, then renamed: a crash costs no older one.
 
-    DIR/huggingface/            config.json and safetensors that AutoModelForCausalLM loads (bf16: the high halves of the masters)
-    DIR/optimizer/BLOCK.safetensors   exp_avg, exp_avg_sq and, for bf16 weights, the residual: weights + residual = fp32 master
-    DIR/trainer_state.json      step counts, schedule, python's generator
-    DIR/rng.safetensors         torch generators
+    DIR/huggingface/                 what AutoModelForCausalLM loads (bf16: the high halves of the masters)
+    DIR/optimizer/BLOCK.safetensors  exp_avg, exp_avg_sq and, for bf16 weights, the residual (the masters' low halves)
+    DIR/trainer_state.json           step counts, recent norms, schedule, python's generator
+    DIR/rng.safetensors              torch's and numpy's generators
 
 Called by StreamTrainer with the optimizer at rest.
 """
@@ -39,8 +39,8 @@ def save(
     state: dict[str, Any],
     companions_of: Path | None,
 ) -> None:
-    """Write everything to `DIRECTORY.tmp`, flush it to disk, and put it in the place of `directory`. An OSError before anything is written
-    if the disk cannot hold it."""
+    """Write everything to `DIRECTORY.tmp`, flush it to disk, and put it in the place of `directory`. An OSError before
+    anything is written if the disk cannot hold it."""
     scratch = _beside(directory, "tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,8 @@ def _check_optimizer(directory: Path, spec: DecoderSpec, optimizer: HostAdamW) -
                 f"checkpoint {str(directory)!r} has no optimizer state for {block.name}: {file.name} is missing"
             )
         with safe_open(file, framework="pt") as f:
-            found, layout = {name: f.get_slice(name).get_dtype() for name in f.keys()}, f.metadata()["layout"]
+            names, layout = f.keys(), f.metadata()["layout"]
+            found = {name: f.get_slice(name).get_dtype() for name in names}
         wanted = {name: _DTYPE_NAMES[t.dtype] for name, t in optimizer.state[block.name].tensors().items()}
         if found != wanted:
             raise ValueError(
@@ -141,12 +142,14 @@ def _layout(block: Block) -> str:
 
 
 def _rng_tensors() -> dict[str, Tensor]:
-    kind, keys, position, has_gauss, cached = numpy.random.get_state()
-    assert kind == "MT19937"
+    generator = numpy.random.get_state(legacy=False)
+    assert generator["bit_generator"] == "MT19937"
+    mersenne = generator["state"]
+    rest = [mersenne["pos"], generator["has_gauss"], generator["gauss"]]
     tensors = {
         "torch": torch.get_rng_state(),
-        "numpy_keys": torch.from_numpy(keys.astype("int64")),
-        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "numpy_keys": torch.from_numpy(mersenne["key"].astype("int64")),
+        "numpy_rest": torch.tensor(rest, dtype=torch.float64),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors["cuda"] = torch.cuda.get_rng_state()

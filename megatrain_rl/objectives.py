@@ -1,10 +1,11 @@
 """The seam between the streamed model and a loss.
 
-The head hands an objective the per-token statistics of one pack as autograd leaves; the objective returns a scalar loss of
-them; the trainer calls `.backward()` on it and carries the leaves' gradients on into head and layers. A loss must therefore
-be normalised by counts of the whole mini-batch, not of the pack, or the update depends on how packs are cut.
+The head hands an objective the per-token statistics of one pack as autograd leaves; the objective returns a scalar loss
+of them; the head calls `.backward()` on it and carries the leaves' gradients on into head and layers. A loss must
+therefore be normalised by counts of the whole mini-batch, not of the pack, or the update depends on how packs are cut.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,16 @@ class TokenStats:
 
     log_probs_T: Tensor
     entropy_T: Tensor | None = None
+
+    def detach(self) -> "TokenStats":
+        return self._each(lambda values_T: values_T.detach())
+
+    def cpu(self) -> "TokenStats":
+        return self._each(lambda values_T: values_T.cpu())
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> "TokenStats":
+        entropy_T = None if self.entropy_T is None else function(self.entropy_T)
+        return TokenStats(log_probs_T=function(self.log_probs_T), entropy_T=entropy_T)
 
 
 @dataclass(frozen=True, kw_only=True)

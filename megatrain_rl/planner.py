@@ -51,6 +51,28 @@ _COMPILE_HIDDEN_SIZE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """Host RAM of the training state, in bytes.
+
+    weights: the policy's, as they are streamed.
+    residual: what bf16 weights lack of their fp32 masters.
+    moments: both of AdamW's.
+    gradients: one number per parameter.
+    reference: a pinned copy of the frozen weights, or staging buffers for those that are read from files.
+    """
+
+    weights: int
+    residual: int
+    moments: int
+    gradients: int
+    reference: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.residual + self.moments + self.gradients + self.reference
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceCosts:
     """Device memory of a model's parts, in bytes.
 
@@ -66,6 +88,7 @@ class DeviceCosts:
     """
 
     fixed: int
+    slabs: int  # a part of `fixed`: staging buffers through which gradients leave
     ring: int
     forward_token: int
     backward_token: int
@@ -121,7 +144,7 @@ class MemoryPlan:
     resident_bytes: int
     hidden_bytes: int
     gpu_cap_bytes: int
-    host_bytes: int
+    host: HostCosts
     host_limit_bytes: int
 
     @property
@@ -143,6 +166,58 @@ class MemoryPlan:
         """Device memory, in bytes, of a sweep whose largest pack has `pack_tokens` tokens."""
         chunk = self.head_chunk(pack_tokens)
         return self.hidden_bytes + self.costs.peak(pack_tokens, chunk, ring_in_head=self.ring_in_head)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host.total
+
+    def device_lines(self) -> dict[str, int]:
+        """The use of every byte of the GPU budget."""
+        return {
+            "CUDA context and loaded kernels": CONTEXT_BYTES,
+            "workspaces of libraries": _OUTSIDE_BYTES,
+            "hidden states that wait, arrive or leave": self.hidden_bytes,
+            "indices, rotary tables, slack": self.costs.fixed - self.costs.slabs,
+            "gradient slabs": self.costs.slabs,
+            "shared by layers and head, which take turns": self.reserved_bytes - self.costs.fixed,
+        }
+
+    def shared_lines(self) -> dict[str, int]:
+        """The parts of the shared memory whose size the model gives. The rest of it is for the tokens of a pack."""
+        stays = ", stays while the head runs" if self.ring_in_head else ""
+        return {
+            f"layers: weight ring{stays}": self.costs.ring,
+            "layers: gradient sum of one, in backward": self.costs.layer_sum,
+            "head: output matrix": self.costs.head_weight,
+            "head: gradient sum of the output matrix": self.costs.head_sum,
+        }
+
+    def host_lines(self) -> dict[str, int]:
+        """The use of every byte of host RAM that there is."""
+        return {
+            "weights": self.host.weights,
+            "residual of the fp32 masters": self.host.residual,
+            "AdamW's moments": self.host.moments,
+            "gradients": self.host.gradients,
+            "reference": self.host.reference,
+            "room for layer inputs": self.host_limit_bytes - self.host_bytes,
+        }
+
+    def table(self) -> list[str]:
+        """The plan in lines, one for each kind of memory; what is indented further is part of the line above."""
+
+        def lines(parts: dict[str, int], indent: str) -> list[str]:
+            return [f"{indent}{size / 1e9:7.2f} GB  {kind}" for kind, size in parts.items()]
+
+        device, host = self.device_lines(), self.host_lines()
+        return [
+            f"packs of {self.pack_tokens} tokens, sequences up to {self.max_pack_tokens}",
+            f"GPU memory, {sum(device.values()) / 1e9:.2f} GB:",
+            *lines(device, "  "),
+            *lines(self.shared_lines(), "      "),
+            f"host RAM, {sum(host.values()) / 1e9:.2f} GB:",
+            *lines(host, "  "),
+        ]
 
 
 def compiles(config: StreamConfig, spec: DecoderSpec) -> bool:
@@ -181,7 +256,8 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
             f"pack_tokens={config.pack_tokens} does not fit gpu_budget_gb={config.gpu_budget_gb:g}: at most {max_tokens}; "
             "lower pack_tokens or raise gpu_budget_gb"
         )
-    host_bytes = _host_bytes(spec, config, train, reference)
+    host = _host_costs(spec, config, train, reference)
+    host_bytes = host.total
     host_limit = int(config.host_budget_gb * 1e9) if config.host_budget_gb else usable_host_bytes()
     if host_bytes > host_limit:
         pinned = " reference=mmap," if reference and config.reference == "pinned" else ""
@@ -201,7 +277,7 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
         resident_bytes=resident,
         hidden_bytes=resident + max_tokens * costs.hidden_token,
         gpu_cap_bytes=cap,
-        host_bytes=host_bytes,
+        host=host,
         host_limit_bytes=host_limit,
     )
 
@@ -220,6 +296,8 @@ def _max_pack_tokens(costs: DeviceCosts, room: int, *, ring_in_head: bool) -> in
 
 def check_packs(plan: MemoryPlan, config: StreamConfig, packs: Sequence[PackedBatch]) -> None:
     """A pack the budget cannot hold is a ValueError. A pack longer than pack_tokens is one long sequence."""
+    if not packs:
+        raise ValueError("no packs: the mini-batch is empty")
     for pack in packs:
         if pack.num_tokens > plan.max_pack_tokens:
             what = "a sequence" if len(pack.sequence_ids) == 1 else "a pack"
@@ -267,11 +345,10 @@ def _device_costs(spec: DecoderSpec, config: StreamConfig, slab_numel: int, trai
     )
     head_matrix = spec.vocab_size * hidden
     compiled = compiles(config, spec)
+    slabs = config.num_grad_slabs * slab_numel * config.grad_torch_dtype.itemsize if train else 0
     return DeviceCosts(
-        fixed=_INDEX_BYTES
-        + ROTARY_TOKENS * 2 * spec.head_dim * weight
-        + _SLACK_BYTES
-        + (config.num_grad_slabs * slab_numel * config.grad_torch_dtype.itemsize if train else 0),
+        fixed=_INDEX_BYTES + ROTARY_TOKENS * 2 * spec.head_dim * weight + _SLACK_BYTES + slabs,
+        slabs=slabs,
         ring=config.ring_depth * spec.max_layer_numel * weight,
         forward_token=weight * (widths + 2 * hidden),
         # saved, as gradients in flight, and as factors of the weights' gradients
@@ -297,15 +374,27 @@ def usable_host_bytes() -> int:
 def state_bytes_per_parameter(config: StreamConfig) -> int:
     """Bytes of weight, residual (of bf16 weights) and both moments: training keeps them, a checkpoint holds them."""
     weight = config.param_torch_dtype.itemsize
-    return weight + (2 if weight == 2 else 0) + 2 * config.optimizer_state_torch_dtype.itemsize
+    return weight + _residual_bytes(config) + _moments_bytes(config)
 
 
-def _host_bytes(spec: DecoderSpec, config: StreamConfig, train: bool, reference: bool) -> int:
-    weight = config.param_torch_dtype.itemsize
-    per_parameter = state_bytes_per_parameter(config) + config.grad_torch_dtype.itemsize if train else weight
-    total = spec.num_parameters * per_parameter
-    if reference and config.reference == "pinned":
-        total += spec.num_parameters * weight
-    elif reference:
-        total += 2 * weight * max(b.layout.numel for b in spec.blocks)
-    return total
+def _residual_bytes(config: StreamConfig) -> int:
+    return 2 if config.param_dtype == "bfloat16" else 0
+
+
+def _moments_bytes(config: StreamConfig) -> int:
+    return 2 * config.optimizer_state_torch_dtype.itemsize
+
+
+def _host_costs(spec: DecoderSpec, config: StreamConfig, train: bool, reference: bool) -> HostCosts:
+    weight, parameters = config.param_torch_dtype.itemsize, spec.num_parameters
+    frozen = 0
+    if reference:
+        staged = 2 * max(b.layout.numel for b in spec.blocks)
+        frozen = weight * (parameters if config.reference == "pinned" else staged)
+    return HostCosts(
+        weights=parameters * weight,
+        residual=parameters * _residual_bytes(config) if train else 0,
+        moments=parameters * _moments_bytes(config) if train else 0,
+        gradients=parameters * config.grad_torch_dtype.itemsize if train else 0,
+        reference=frozen,
+    )

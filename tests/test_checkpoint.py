@@ -4,15 +4,18 @@ import errno
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatrain_rl import checkpoint
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.optim.lr_schedule import LRSchedule
+from megatrain_rl.optim.update import State
 from megatrain_rl.trainer import StreamTrainer
 
 
@@ -23,7 +26,7 @@ def build(directory, dtype="bfloat16", device="cpu", moments="float32", clip_gra
             pack_tokens=48, cpu_threads=1, param_dtype=dtype, grad_dtype=dtype, optimizer_state_dtype=moments
         ),
         adamw=AdamWConfig(lr=1e-3, clip_grad=clip_grad),
-        schedule=LRSchedule(base_lr=1e-3, kind="cosine", warmup_steps=2, total_steps=8),
+        schedule=LRSchedule(kind="cosine", warmup_steps=2, total_steps=8),
         device=device,
     )
 
@@ -54,13 +57,12 @@ def test_resume_equals_uninterrupted(tmp_path, dtype, tied, moments, device, det
     torch.manual_seed(5)
     train(whole, 3)
     whole.save_checkpoint(tmp_path / "step_3")
+    whole_lr_at_3 = whole.lr
     train(whole, 3)
     torch.manual_seed(77)
     resumed = build(directory, dtype, device, moments)
     resumed.load_checkpoint(tmp_path / "step_3")
-    assert (
-        resumed.schedule.lr == LRSchedule(base_lr=1e-3, kind="cosine", warmup_steps=2, total_steps=8).factor(3) * 1e-3
-    )
+    assert resumed.schedule.steps_done == 3 and resumed.lr == whole_lr_at_3
     train(resumed, 3)
     a, b = state(whole), state(resumed)
     assert not [name for name in a if not torch.equal(a[name], b[name])]
@@ -79,6 +81,24 @@ def test_all_generators_are_restored(tmp_path):
     trainer.close()
 
 
+def check_shards(saved: Path, trainer: StreamTrainer, shard_bytes: int) -> None:
+    """Names as transformers writes them; each parameter once; the index counts parameters' bytes, not those of the
+    blocks they are views of; no shard above the limit but one of a single parameter."""
+    files = sorted(saved.glob("*.safetensors"))
+    names = {file.name: set(load_file(file)) for file in files}
+    sizes = {name: weight.nbytes for name, weight in trainer.named_parameters()}
+    assert sorted(name for each in names.values() for name in each) == sorted(sizes)
+    assert all(len(each) == 1 or sum(sizes[name] for name in each) <= shard_bytes for each in names.values())
+    if shard_bytes > 1e6:
+        assert list(names) == ["model.safetensors"] and not (saved / "model.safetensors.index.json").exists()
+        return
+    assert len(files) > 2
+    assert list(names) == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    index = json.loads((saved / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert index["weight_map"] == {name: file for file, each in names.items() for name in each}
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_huggingface_loads_what_is_saved(tmp_path, family, tied, monkeypatch):
@@ -92,11 +112,7 @@ def test_huggingface_loads_what_is_saved(tmp_path, family, tied, monkeypatch):
         trainer.save_checkpoint(tmp_path / "c")
         saved = tmp_path / "c" / "huggingface"
         assert (saved / "tokenizer_config.json").is_file()
-        assert (
-            len(list(saved.glob("*.safetensors"))) == 1
-            if shard_bytes > 1e6
-            else len(list(saved.glob("*.safetensors"))) > 2
-        )
+        check_shards(saved, trainer, shard_bytes)
         model, report = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
         assert model.config.architectures
@@ -133,9 +149,7 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
         if fits:
             trainer.save_checkpoint(tmp_path / "run" / "2")
             continue
-        with pytest.raises(
-            OSError, match="a checkpoint takes 0.0 GB and 0.0 GB are free, nothing was written"
-        ) as raised:
+        with pytest.raises(OSError, match=r"trainer\.max_actor_ckpt_to_keep") as raised:
             trainer.save_checkpoint(tmp_path / "run" / "2")
         assert raised.value.errno == errno.ENOSPC and [p.name for p in (tmp_path / "run").iterdir()] == ["1"]
     assert (tmp_path / "run" / "2" / "trainer_state.json").is_file()
@@ -181,9 +195,9 @@ def broken(tmp_path, name):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("trainer_state.json", "has format 99"),
-        ("optimizer/layers.2.safetensors", "no optimizer state for layers.2"),
-        ("huggingface/model.safetensors", "has neither"),
+        ("trainer_state.json", "format 99"),
+        ("optimizer/layers.2.safetensors", r"layers\.2"),
+        ("huggingface/model.safetensors", r"model\.safetensors"),
     ],
 )
 def test_a_broken_checkpoint_changes_nothing(tmp_path, name, message):
@@ -197,7 +211,7 @@ def test_a_broken_checkpoint_changes_nothing(tmp_path, name, message):
         trainer.load_checkpoint(tmp_path / "c")
     after = state(trainer)
     assert all(torch.equal(after[n], before[n]) for n in before)
-    with pytest.raises(ValueError, match="no checkpoint at"):
+    with pytest.raises(ValueError, match="nowhere"):
         trainer.load_checkpoint(tmp_path / "nowhere")
     trainer.close()
 
@@ -208,7 +222,7 @@ def test_state_of_another_layout_is_refused(tmp_path, monkeypatch):
     trainer.save_checkpoint(tmp_path / "c")
     layout = checkpoint._layout
     monkeypatch.setattr(checkpoint, "_layout", lambda block: layout(block).replace("q_proj", "k_proj"))
-    with pytest.raises(ValueError, match="the optimizer state of layers.0 is laid out for other parameters"):
+    with pytest.raises(ValueError, match=r"layers\.0"):
         trainer.load_checkpoint(tmp_path / "c")
     trainer.close()
 
@@ -219,7 +233,7 @@ def test_another_dtype_is_refused(tmp_path):
     trainer.save_checkpoint(tmp_path / "c")
     trainer.close()
     other = build(directory, "bfloat16")
-    with pytest.raises(ValueError, match="written with another param_dtype"):
+    with pytest.raises(ValueError, match="param_dtype"):
         other.load_checkpoint(tmp_path / "c")
     other.close()
 
@@ -240,13 +254,14 @@ def test_moments_of_another_dtype_are_refused(tmp_path, written, read):
     other.close()
 
 
-# By step; the limit is 20 and the norm of factor 1 a few units: steps 1, 6 and 11 are guessed, the first two wrongly, and only late in
-# backward is that seen, so that most blocks are corrected.
+# By step; the limit is 20 and the norm of factor 1 a few units: steps 1, 6 and 11 are guessed, the first two wrongly,
+# and only late in backward is that seen, so that most blocks are corrected.
 FACTORS = (1, 7, 1, 1, 1, 1, 10, 1, 1, 1, 1, 1)
 
 
 def train_with_spikes(trainer: StreamTrainer, steps: range) -> list[int]:
-    """With the update beneath backward; the worker has stepped what it may before the norm is looked at. Returns how many blocks."""
+    """With the update beneath backward; the worker has stepped what it may before the norm is looked at. Returns how
+    many blocks."""
     data = tiny.sequences()
     packs, guessed = tiny.packs(data), []
     for i in steps:
@@ -255,7 +270,7 @@ def train_with_spikes(trainer: StreamTrainer, steps: range) -> list[int]:
         trainer.forward_backward(packs, tiny.WeightedLoss(weights), final=True)
         trainer._executor.drain()
         trainer._optimizer.settle()
-        assert (len(trainer._optimizer._left) > 0) == (trainer._optimizer.open_lr is not None)
+        assert (len(trainer._optimizer._left) > 0) == (trainer._update.state is State.GUESSED)
         guessed.append(len(trainer._optimizer._left))
         assert (trainer.optim_step().grad_norm > 20) == (FACTORS[i] > 1)
         trainer.schedule.step()
@@ -266,8 +281,8 @@ def train_with_spikes(trainer: StreamTrainer, steps: range) -> list[int]:
     "at, moments", [(1, "float32"), (6, "bfloat16"), (7, "float32")], ids=["before", "before-bf16", "after"]
 )
 def test_resume_equals_uninterrupted_where_a_guess_was_wrong(tmp_path, at, moments):
-    """A correction leaves other last bits than a step after backward: a resumed run must guess where the uninterrupted one did, so the
-    checkpoint keeps the norms it guesses by."""
+    """A correction leaves other last bits than a step after backward: a resumed run must guess where the uninterrupted
+    one did, so the checkpoint keeps the norms it guesses by."""
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path / "model")
     whole, resumed = (build(directory, moments=moments, clip_grad=20.0) for _ in range(2))
     guessed = train_with_spikes(whole, range(at))

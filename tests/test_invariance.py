@@ -92,8 +92,8 @@ def test_pack_cutting_does_not_change_the_update(tmp_path, device):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_padding_changes_no_number(tmp_path, device, tied):
-    """Packs padded to a multiple, as compiled layers want them: same losses, statistics and gradients to fp32 rounding, nothing flows
-    into the padding and its token's embedding gets no gradient from it."""
+    """Packs padded to a multiple, as compiled layers want them: same losses, statistics and gradients to fp32 rounding,
+    nothing flows into the padding and its token's embedding gets no gradient from it."""
     directory = tiny.saved(tiny.model(tiny.config(tied=tied)), tmp_path)
     data = [s % (tiny.VOCAB - 1) + 1 for s in tiny.sequences()]  # token 0, which padding uses, does not occur
     objective = tiny.WeightedLoss(tiny.token_weights(data), entropy=0.1)
@@ -135,7 +135,8 @@ def test_sequences_of_a_pack_do_not_see_each_other(tmp_path, device):
 
 
 def test_runs_repeat_to_the_bit_on_several_threads(tmp_path):
-    """Sums whose order depends on thread timing would show: few tokens, each many times, in a pack large enough to be shared out."""
+    """Sums whose order depends on thread timing would show: few tokens, each many times, in a pack large enough to be
+    shared out."""
     directory = tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path)
     data = [s % 20 for s in tiny.sequences((1500, 1200, 1300))]
     packs, objective = tiny.packs(data, max_tokens=4000), tiny.WeightedLoss(tiny.token_weights(data))

@@ -1,28 +1,66 @@
-"""`StreamTrainer.optimizer_wait_s`: what readers of weights wait for the host optimizer, wherever they read them."""
+"""`StreamTrainer.optimizer_wait_s`: what readers of weights wait for the host optimizer, wherever they read them.
 
-import time
+Time is counted and not measured. One block takes the optimizer one second of a clock that moves only while a reader
+waits: the optimizer begins a block when somebody waits for it.
+"""
+
+import threading
+import types
 
 import pytest
 import tiny
 
 from megatrain_rl.config import StreamConfig
+from megatrain_rl.host import store
+from megatrain_rl.optim import host_adamw
 from megatrain_rl.trainer import StreamTrainer
 
-BLOCK_S = 0.03
 DATA = tiny.sequences((5, 9, 11))
 
 
-def slowed(tmp_path):
-    """A trainer whose optimizer takes `BLOCK_S` longer for each block, and that many blocks' seconds."""
+class Clock:
+    """Whoever waits reads the clock before and after: between its first and its second reading the caller's thread
+    waits."""
+
+    def __init__(self):
+        self._caller = threading.current_thread()
+        self._changed = threading.Condition()
+        self._waits = False
+        self._now = 0
+
+    def perf_counter(self) -> float:
+        with self._changed:
+            if threading.current_thread() is self._caller:
+                self._waits = not self._waits
+                self._changed.notify_all()
+            return self._now
+
+    def work_for_a_second(self) -> None:
+        """On the optimizer's thread: not before the caller waits, and while it does."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._waits, timeout=60), "nobody waits for the optimizer"
+            self._now += 1
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    for module in (store, host_adamw):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=made.perf_counter))
+    return made
+
+
+def slowed(tmp_path, clock: Clock) -> StreamTrainer:
+    """A trainer whose optimizer takes a second for each block."""
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config(layers=3)), tmp_path), overlap_optimizer=False)
     step = trainer._optimizer._do
 
     def slow(block, job):
-        time.sleep(BLOCK_S)
+        clock.work_for_a_second()
         step(block, job)
 
     trainer._optimizer._do = slow
-    return trainer, BLOCK_S * len(trainer.spec.blocks)
+    return trainer
 
 
 def update(trainer) -> None:
@@ -38,19 +76,15 @@ READERS = {
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_a_reader_pays_for_the_update_that_is_running(tmp_path, read):
-    trainer, busy_s = slowed(tmp_path)
-    assert trainer.optimizer_wait_s == 0.0
+def test_a_reader_pays_for_the_update_that_is_running(tmp_path, clock, read):
+    trainer = slowed(tmp_path, clock)
+    assert trainer.optimizer_wait_s == 0
     update(trainer)
-    before = trainer.optimizer_wait_s
-    started = time.perf_counter()
+    assert trainer.optimizer_wait_s == 0, "optim_step returns at once"
     read(trainer)
-    elapsed = time.perf_counter() - started
-    waited = trainer.optimizer_wait_s - before
-    # optim_step returned at once, perhaps a little late for this reader
-    assert 0.7 * busy_s < waited <= elapsed
+    assert trainer.optimizer_wait_s == len(trainer.spec.blocks)
     read(trainer)
-    assert trainer.optimizer_wait_s - before - waited < 0.1 * BLOCK_S, "nothing runs any more"
+    assert trainer.optimizer_wait_s == len(trainer.spec.blocks), "nothing runs any more"
     trainer.close()
 
 

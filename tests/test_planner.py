@@ -167,6 +167,30 @@ def test_bf16_moments_are_the_advice_when_memory_is_short(qwen_7b):
     assert small.host_bytes == pytest.approx(10 * 7.62e9, rel=0.01)
 
 
+@pytest.mark.parametrize("reference", ["mmap", "pinned", None])
+@pytest.mark.parametrize("train", [True, False])
+def test_the_table_adds_up_to_the_plan(qwen_7b, reference, train):
+    """The GPU's lines add up to its budget and the host's to what there is, and the table says these numbers."""
+    config = StreamConfig(host_budget_gb=170, reference=reference or "mmap", grad_dtype="fp32")
+    made = make_plan(qwen_7b, config, AdamWConfig() if train else None, reference=reference is not None)
+    device, shared, host = made.device_lines(), made.shared_lines(), made.host_lines()
+    assert sum(device.values()) == config.gpu_budget_gb * 1e9
+    assert sum(host.values()) == made.host_limit_bytes == 170e9
+    assert sum(list(host.values())[:-1]) == made.host_bytes
+    assert min(device.values()) >= 0 and min(host.values()) >= 0
+    assert sum(shared.values()) == made.costs.ring + made.costs.layer_sum + made.costs.head_weight + made.costs.head_sum
+    parameters = qwen_7b.num_parameters
+    assert [host[k] for k in ("weights", "residual of the fp32 masters", "AdamW's moments", "gradients")] == [
+        2 * parameters, *(n * parameters if train else 0 for n in (2, 8, 4))
+    ]  # fmt: skip
+    largest = max(b.layout.numel for b in qwen_7b.blocks)
+    assert host["reference"] == {"mmap": 4 * largest, "pinned": 2 * parameters, None: 0}[reference]
+    assert device["gradient slabs"] == (4 * config.num_grad_slabs * made.slab_numel if train else 0)
+    told = [line.split(" GB  ") for line in made.table() if " GB  " in line]
+    expected = [*device.items(), *shared.items(), *host.items()]
+    assert [(kind, float(size)) for size, kind in told] == [(kind, round(n / 1e9, 2)) for kind, n in expected]
+
+
 def test_machine_limits_come_from_the_cgroup(tmp_path, monkeypatch):
     """A quota of cores counts, and page cache counts as available memory."""
     from megatrain_rl.host import machine

@@ -1,5 +1,5 @@
-"""The streamed step against the oracle: loss, every gradient, weights after several steps; fp32 near-exact, bf16 no worse than
-eager bf16 judged against fp32."""
+"""The streamed step against the oracle: loss, every gradient, weights after several steps; fp32 near-exact, bf16 no
+worse than eager bf16 judged against fp32."""
 
 import contextlib
 import dataclasses
@@ -18,6 +18,8 @@ from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.model.decoder import decoder_spec
 from megatrain_rl.objectives import NegativeLogLikelihood, ObjectiveOutput
 from megatrain_rl.ops.adamw import join_master
+from megatrain_rl.optim import masters
+from megatrain_rl.optim.lr_schedule import LRSchedule
 from megatrain_rl.streaming import executor
 from megatrain_rl.streaming.executor import StreamExecutor
 from megatrain_rl.trainer import StreamTrainer
@@ -41,8 +43,8 @@ def oracle_loss(model, data, weights, temperature, entropy):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_gradients_and_weights_equal_the_oracle(tmp_path, family, tied, device):
-    """Three steps. Each link is tight: gradients at equal weights, then weights after equal gradients. (Left to itself the oracle
-    drifts: where a gradient is rounding noise, Adam turns the noise into steps of full size.)"""
+    """Three steps. Each link is tight: gradients at equal weights, then weights after equal gradients. (Left to itself
+    the oracle drifts: where a gradient is rounding noise, Adam turns the noise into steps of full size.)"""
     model = tiny.model(tiny.config(family, tied=tied), device=device)
     data, adamw = tiny.sequences(), AdamWConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
     weights = tiny.token_weights(data)
@@ -153,6 +155,25 @@ def test_small_learning_rate_moves_bf16_masters(tmp_path):
     trainer.close()
 
 
+def test_a_schedule_cannot_change_the_base_rate(tmp_path):
+    """What a schedule gives is a factor: the rates are AdamWConfig.lr times it."""
+    directory = tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path)
+    trainer = tiny.trainer(directory, adamw=AdamWConfig(lr=2e-6))
+    assert trainer.lr == 2e-6
+    trainer.schedule = LRSchedule(warmup_steps=4)
+    packs, rates = tiny.packs(tiny.sequences()), []
+    for _ in range(6):
+        expected = trainer.lr
+        trainer.forward_backward(packs, NegativeLogLikelihood(packs), final=True)
+        rates.append(trainer.optim_step().lr)
+        assert rates[-1] == expected
+        trainer.schedule.step()
+    assert rates == [2e-6 * factor for factor in (0, 0.25, 0.5, 0.75, 1, 1)]
+    with pytest.raises(TypeError, match="base_lr"):
+        LRSchedule(base_lr=1e-3)
+    trainer.close()
+
+
 def test_no_predicted_token(tmp_path, device):
     """A pack with nothing to predict adds nothing and breaks nothing."""
     model = tiny.model(tiny.config())
@@ -172,7 +193,8 @@ def test_no_predicted_token(tmp_path, device):
 
 
 def test_predict_mask_selects_log_probs(tmp_path, device):
-    """Masked positions are exactly 0; the others are what they are without a mask, also under temperature per sequence."""
+    """Masked positions are exactly 0; the others are what they are without a mask, also under temperature per
+    sequence."""
     model = tiny.model(tiny.config(), device=device)
     data = tiny.sequences((12, 7, 20))
     temperature = [0.5, 1.0, 1.7]
@@ -268,7 +290,8 @@ def test_reference_is_untouched_by_training_and_loading(tmp_path, kept, device):
 
 
 def test_old_and_new_log_probs_agree_on_equal_packs(tmp_path, device):
-    """The same weights and packs give the same bits forward-only and inside a training sweep: the on-policy ratio is 1."""
+    """The same weights and packs give the same bits forward-only and inside a training sweep: the on-policy ratio is
+    1."""
     data = tiny.sequences()
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path), device=device, checkpoint_interval=2)
     packs = tiny.packs(data, temperature=0.7)
@@ -315,7 +338,7 @@ def test_rope_scaling_holds_at_long_positions(tmp_path, rope):
 
 def test_rope_that_depends_on_the_longest_sequence_is_refused():
     config = tiny.config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
-    with pytest.raises(ValueError, match="rope_type='dynamic' is not supported; supported: default"):
+    with pytest.raises(ValueError, match="rope_type='dynamic'"):
         decoder_spec(config)
 
 
@@ -361,14 +384,15 @@ def test_loaded_fp32_weights_are_the_masters(tmp_path):
         flat = master(trainer, block)
         for name in block.layout.slots:
             assert torch.equal(block.layout.view(flat, name), new[block.names[name]])
-    with pytest.raises(ValueError, match="not a parameter"):
+    with pytest.raises(ValueError, match=r"'no\.such'"):
         trainer.load_named_parameters([("no.such", torch.zeros(1))])
     trainer.close()
 
 
 @pytest.mark.parametrize("kept", ["mmap", "pinned"])
 def test_reference_and_policy_round_an_fp32_checkpoint_alike(tmp_path, kept):
-    """Values half-way between two bf16 numbers: the policy's, the reference's and a forward-only trainer's weights agree."""
+    """Values half-way between two bf16 numbers: the policy's, the reference's and a forward-only trainer's weights
+    agree."""
     model = tiny.model(tiny.config())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -422,7 +446,7 @@ def test_a_failed_sweep_leaves_nothing_to_step_with(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         trainer.forward_backward(packs, objective)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="optim_step without complete gradients"):
+    with pytest.raises(ValueError, match=r"^optim_step .*forward_backward"):
         trainer.optim_step()
     fresh = tiny.trainer(tmp_path)
     for each in (trainer, fresh):
@@ -453,7 +477,7 @@ def test_error_of_the_optimizer_thread_reaches_the_caller(tmp_path, monkeypatch)
     trainer.forward_backward(packs, objective)
     trainer.optim_step()
     for call in (lambda: trainer.log_probs(packs), trainer.synchronize, lambda: list(trainer.named_parameters())):
-        with pytest.raises(RuntimeError, match="weights are incomplete, resume from a checkpoint") as error:
+        with pytest.raises(RuntimeError, match="host optimizer") as error:
             call()
         assert isinstance(error.value.__cause__, MemoryError)
     monkeypatch.undo()
@@ -466,7 +490,7 @@ def test_head_gradient_is_not_kept_through_backward(tmp_path, monkeypatch):
     """The fp32 sum of the output matrix is gone before the layers' backward needs the memory."""
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
     sums, seen = [], []
-    new_sum, embedding_gradient = trainer._executor._new_sum, trainer._executor._embedding_gradient
+    new_sum, embedding_gradient = trainer._executor._sums.new, trainer._executor._embedding_gradient
 
     def watched_sum(block):
         made = new_sum(block)
@@ -477,7 +501,7 @@ def test_head_gradient_is_not_kept_through_backward(tmp_path, monkeypatch):
         seen.extend(ref() is None for ref in sums)
         embedding_gradient(*args)
 
-    monkeypatch.setattr(trainer._executor, "_new_sum", watched_sum)
+    monkeypatch.setattr(trainer._executor._sums, "new", watched_sum)
     monkeypatch.setattr(trainer._executor, "_embedding_gradient", look)
     data = tiny.sequences()
     trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
@@ -497,7 +521,7 @@ def test_closed_trainer_says_so(tmp_path):
         lambda: trainer.log_probs(packs),
         lambda: trainer.save_checkpoint(tmp_path / "c"),
     ):
-        with pytest.raises(ValueError, match="the trainer is closed"):
+        with pytest.raises(ValueError, match="closed"):
             call()
 
 
@@ -537,7 +561,7 @@ def test_a_device_that_is_lost_does_not_keep_the_host(tmp_path, monkeypatch):
 
 def test_the_error_that_ends_the_building_is_the_one_to_tell(tmp_path, monkeypatch):
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
-    monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: raise_(ValueError("no such parameter")))
+    monkeypatch.setattr(masters, "write_master", lambda *args: raise_(ValueError("no such parameter")))
     monkeypatch.setattr(Lanes, "synchronize", lambda self: raise_(RuntimeError("device lost")))
     before = set(threading.enumerate())
     for build in (
@@ -567,7 +591,8 @@ def raise_(error: Exception):
 
 
 def largest_tensor(owner: object) -> int:
-    """Bytes of the largest tensor that `owner` and what it refers to keep; tensors without memory (meta) count nothing."""
+    """Bytes of the largest tensor that `owner` and what it refers to keep; tensors without memory (meta) count
+    nothing."""
     seen, waiting, largest = set(), [owner], 0
     while waiting:
         thing = waiting.pop()
@@ -586,8 +611,8 @@ def largest_tensor(owner: object) -> int:
 def test_the_caller_sees_the_plan_before_the_model_is_read(tmp_path, monkeypatch):
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
     seen = []
-    fill = StreamTrainer._set
-    monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: (seen.append("weights"), fill(self, *args)))
+    write = masters.write_master
+    monkeypatch.setattr(masters, "write_master", lambda *args: (seen.append("weights"), write(*args)))
     tiny.trainer(directory, on_reserved=lambda trainer: seen.append(trainer.plan.pack_tokens)).close()
     assert seen[:2] == [48, "weights"]
 
@@ -641,7 +666,7 @@ def test_refused_load_leaves_nothing_behind(tmp_path):
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
     tiny.config(intermediate_size=96).save_pretrained(directory)
     before = threading.active_count()
-    with pytest.raises(ValueError, match="config.json implies"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         tiny.trainer(directory)
     assert threading.active_count() == before
 
@@ -652,7 +677,7 @@ def test_weights_and_head_gradient_are_not_held_together(tmp_path, monkeypatch, 
     trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
     executor = trainer._executor
     executor._plan = dataclasses.replace(trainer.plan, ring_in_head=ring_in_head)
-    new_sum, begin = executor._new_sum, executor._ring.begin
+    new_sum, begin = executor._sums.new, executor._ring.begin
     sums, seen = [], []
 
     def watched_sum(block):
@@ -664,7 +689,7 @@ def test_weights_and_head_gradient_are_not_held_together(tmp_path, monkeypatch, 
         seen.append((len(sums), sum(ref() is not None for ref in sums)))
         begin(*args)
 
-    monkeypatch.setattr(executor, "_new_sum", watched_sum)
+    monkeypatch.setattr(executor._sums, "new", watched_sum)
     monkeypatch.setattr(executor._ring, "begin", look)
     packs = tiny.packs(tiny.sequences())
     trainer.forward_backward(packs, tiny.WeightedLoss(tiny.token_weights(tiny.sequences())))

@@ -12,7 +12,7 @@ from megatrain_rl.bench.ceilings import LinkProbe, host_copy_gb_s
 from megatrain_rl.bench.host_blocks import HostBlock, host_blocks, scalars
 from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record
-from megatrain_rl.trainer import optimizer_threads
+from megatrain_rl.host.machine import optimizer_threads
 
 CASE = "link"
 

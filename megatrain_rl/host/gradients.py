@@ -1,6 +1,7 @@
 """HostGradients: where gradients land, one flat region per block, laid out like the weights."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ class HostGradients:
     """A block whose gradient has landed is to be added to; the regions of the others hold stale numbers."""
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, *, pin: bool):
+        self._blocks = spec.blocks
         self._regions = {b.name: HostRegion(b.layout.numel, dtype, pin=pin) for b in spec.blocks}
         self._norms: dict[str, float] = {}  # by block that has landed
 
@@ -33,6 +35,12 @@ class HostGradients:
     def norm(self) -> float:
         """L2 norm over all blocks, in their order: it does not depend on which landed first."""
         return math.hypot(*(self._norms[name] for name in self._regions))
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, shaped view) of every parameter's gradient, in the order of the blocks."""
+        for block in self._blocks:
+            for name in block.layout.slots:
+                yield block.names[name], block.layout.view(self.flat(block), name)
 
     def clear(self) -> None:
         self._norms.clear()

@@ -10,14 +10,23 @@ _CGROUP = Path("/sys/fs/cgroup")
 def usable_cores() -> int:
     """Cores the scheduler may run this process on, or fewer if its cgroup has a quota.
 
-    Thread counts are set from this on purpose: Ray starts its workers with OMP_NUM_THREADS=1, and a container on a large host
-    sees all of the host's cores.
+    The default number of threads for work that has the machine to itself, such as torch's own operations. Threads are
+    set on purpose: Ray starts its workers with OMP_NUM_THREADS=1, and a container sees all cores of its host.
     """
     cores = len(os.sched_getaffinity(0))
     quota = _words("cpu.max")
     if quota and quota[0] != "max":
         cores = min(cores, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
     return cores
+
+
+def optimizer_threads() -> int:
+    """Seven of every eight usable cores: the default threads of the host optimizer, which runs beside backward.
+
+    The rest is for the thread that gives the GPU its work and the one that waits for what lands.
+    """
+    cores = usable_cores()
+    return max(1, cores - cores // 8)
 
 
 def available_host_bytes() -> int:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.model.decoder import Block, DecoderSpec
 from megatrain_rl.model.hf_io import CheckpointReader
@@ -150,6 +151,17 @@ class MappedStore:
     def close(self) -> None:
         for region in self._staging:
             region.close()
+
+
+def frozen_store(spec: DecoderSpec, reader: CheckpointReader, config: StreamConfig, *, pin: bool) -> WeightStore:
+    """The weights of a checkpoint, never written again, kept as `config.reference` says. pin: for copies to a GPU."""
+    if config.reference == "mmap":
+        return MappedStore(spec, reader, config.param_torch_dtype, pin=pin)
+    store = HostStore(spec, config.param_torch_dtype, pin=pin)
+    for block in spec.blocks:
+        fill_from_checkpoint(block, store.begin_write(block), reader)
+        store.end_write(block)
+    return store
 
 
 def check_shapes(spec: DecoderSpec, reader: CheckpointReader) -> None:

@@ -9,7 +9,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain_rl.model.attention import ATTENTION_NAME, register_attention
@@ -18,6 +18,8 @@ from megatrain_rl.model.layout import LayerLayout
 
 EMBED_WEIGHT = "embed_tokens.weight"
 HEAD_WEIGHT = "lm_head.weight"
+# Before the names of the final norm's parameters, which share the head block with the output matrix.
+NORM_PREFIX = "norm."
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -87,6 +89,11 @@ class DecoderSpec:
         return (self.embed, EMBED_WEIGHT) if self.tied else (self.head, HEAD_WEIGHT)
 
 
+def norm_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The final norm's among the head block's `weights` (or gradients), by its module's own names."""
+    return {n.removeprefix(NORM_PREFIX): w for n, w in weights.items() if n.startswith(NORM_PREFIX)}
+
+
 def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
     """Describe the model of `config`. Unsupported architectures and training-time dropout are a ValueError."""
     family = family_of(config.model_type)
@@ -109,8 +116,8 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
     norm = model.get_submodule(family.norm)
     rotary_class = type(model.get_submodule(family.rotary))
     layer_blocks = tuple(_module_block(f"layers.{i}", layer, f"{family.layers}.{i}.") for i, layer in enumerate(layers))
-    head_shapes = {f"norm.{n}": p.shape for n, p in norm.named_parameters()}
-    head_names = {f"norm.{n}": f"{family.norm}.{n}" for n, _ in norm.named_parameters()}
+    head_shapes = {NORM_PREFIX + n: p.shape for n, p in norm.named_parameters()}
+    head_names = {NORM_PREFIX + n: f"{family.norm}.{n}" for n, _ in norm.named_parameters()}
     if not tied:
         head_shapes[HEAD_WEIGHT] = model.get_submodule(family.head).weight.shape
         head_names[HEAD_WEIGHT] = f"{family.head}.weight"

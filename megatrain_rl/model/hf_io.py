@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -59,34 +60,24 @@ def write_checkpoint(
     companions_of: a directory whose tokenizer and generation files are copied along.
     """
     directory.mkdir(parents=True)
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    dtype = None
-    for name, tensor in tensors:
-        if size and size + tensor.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-        dtype = dtype or tensor.dtype
-    files = (
-        [WEIGHTS]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    by_name = dict(tensors)
+    # The library's own function for torch counts a tensor's whole storage, which here is a block of many parameters.
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
     )
-    for file, shard in zip(files, shards, strict=True):
-        save_file(shard, directory / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(t.nbytes for shard in shards for t in shard.values())
-        (directory / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-        )
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: by_name[name] for name in names}, directory / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / INDEX).write_text(json.dumps(index, indent=1))
     saved = config.to_dict()
-    saved["dtype"] = str(dtype).removeprefix("torch.")
+    saved["dtype"] = str(next(iter(by_name.values())).dtype).removeprefix("torch.")
     saved.pop("_attn_implementation", None)
     type(config)(**saved).save_pretrained(directory)
     if companions_of is not None:
         for pattern in _COMPANIONS:
-            for file in companions_of.glob(pattern):
-                shutil.copyfile(file, directory / file.name)
+            for companion in companions_of.glob(pattern):
+                shutil.copyfile(companion, directory / companion.name)

@@ -111,9 +111,8 @@ class LayerRunner:
         return grad_hidden_TH
 
     def norm(self, weights: dict[str, Tensor], hidden_TH: Tensor) -> Tensor:
-        """Final norm; `weights` by their names in the head block ("norm.weight")."""
-        own = {name.removeprefix("norm."): w for name, w in weights.items() if name.startswith("norm.")}
-        return functional_call(self._spec.norm_module, own, (hidden_TH,))
+        """Final norm; `weights` by the norm module's own names, as `decoder.norm_weights` gives them."""
+        return functional_call(self._spec.norm_module, weights, (hidden_TH,))
 
     def _arguments(self, weights: dict[str, Tensor], hidden_TH: Tensor, inputs: LayerInputs) -> tuple:
         cos_sin = inputs.cos_sin or self._cos_sin(inputs.positions_1T)

@@ -1,0 +1,1 @@
+"""The update: optimizer state and the thread that steps, when an update begins and ends, and at which learning rate."""

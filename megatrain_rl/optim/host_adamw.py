@@ -1,20 +1,20 @@
-"""HostAdamW: optimizer state in host RAM, and the thread that steps it while the caller goes on.
+"""HostAdamW: optimizer state in host RAM, and the thread that steps blocks while the caller goes on.
 
-State per parameter: int16 residual (bf16 weights only), exp_avg and exp_avg_sq (fp32, or bf16 by choice); flat per block, laid out
-like the weights. Whoever reads a block's weights waits for that block in `HostStore.read`.
+State per parameter: int16 residual (bf16 weights only), exp_avg and exp_avg_sq (fp32, or bf16 by choice); flat per
+block, laid out like the weights. Whoever reads a block's weights waits for that block in `HostStore.read`.
 
-An update is either deferred, started by `start_step` when the clip factor is known, or a guess: `guess` opens it before backward, `offer`
-hands over each block as its gradient lands and the block is stepped with factor 1, and `confirm` or `revoke` ends it when the norm is
-known. A right guess gives the deferred result to the bit. After a wrong one what was stepped is taken back and stepped again with
-the right factor, equal to fp32 rounding. Which blocks go which way depends on norms alone, never on how far the thread has come.
+Which blocks are stepped when, and with which clip factor, is `optim.update.Update`'s to say. Here a block has passes
+(step, step what the guard admits, finish what it left, undo) that are queued and run in order. Of the queued blocks the
+one that the next forward needs first goes first.
 """
 
+import contextlib
 import heapq
-import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ class BlockState:
 
 
 def make_library(config: StreamConfig, adamw: AdamWConfig) -> LibraryAdamW | None:
-    """The library `config.optimizer` names, or None for the native op. What is missing on this machine is an error here, so
-    call it before allocating anything."""
+    """The library `config.optimizer` names, or None for the native op. What is missing on this machine is an error
+    here, so call it before allocating anything."""
     if config.optimizer == "native":
         load_library("adamw")
         return None
@@ -70,23 +70,10 @@ class _Pass:
     step: int
 
 
-@dataclass
-class _Guess:
-    """An open update. limit: of the gradient norm, beyond which the guess is lost. guessed: blocks stepped, or queued to be, with factor
-    1; held: blocks that wait for the factor."""
-
-    lr: float
-    limit: float
-    square_sum: float = 0.0
-    lost: bool = False
-    guessed: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-
-
 class HostAdamW:
     """Steps `store` with `gradients`. `step_count` is the number of updates applied or started.
 
-    can_guess: whether this optimizer can take a step back; a library's cannot, nor can moments in bf16 that forget at once.
+    can_undo: whether a step can be taken back; not with a library's optimizer, nor with bf16 moments that forget fast.
     waited_s: seconds that callers have waited for the whole update so far; those of one block are the store's to count.
     """
 
@@ -111,8 +98,9 @@ class HostAdamW:
         self.state = {
             b.name: BlockState(b, split=store.dtype == torch.bfloat16, dtype=state_dtype) for b in spec.blocks
         }
-        self.can_guess = library is None and not (state_dtype == torch.bfloat16 and 0 < adamw.betas[1] < 0.5)
+        self.can_undo = library is None and not (state_dtype == torch.bfloat16 and 0 < adamw.betas[1] < 0.5)
         self._state_dtype = state_dtype
+        self._lr = adamw.lr  # of the update that has begun last
         self.step_count = 0
         self.waited_s = 0.0
         self.intervals: deque[Interval] = deque(maxlen=4096)
@@ -122,86 +110,62 @@ class HostAdamW:
         self._jobs: dict[int, tuple[_Pass, ...]] = {}
         self._busy: int | None = None
         self._closing = False
-        self._guess: _Guess | None = None
-        self._left: dict[int, int] = {}  # by block of the last guess that was stepped: elements left for Mode.FINISH
+        self._left: dict[int, int] = {}  # by block that this update's guarded pass has been over: elements it left
         self._marks: dict[int, Tensor] = {}  # where they are
         self._worker = threading.Thread(target=self._run, name="host-adamw", daemon=True)
         self._worker.start()
 
-    # ---- an update whose clip factor is known ----
+    # ---- one update ----
 
     def start_step(self, *, lr: float, grad_scale: float) -> None:
-        """Begin one update of every block. Gradients must have landed; they count as used once their block is stepped."""
-        self._begin()
-        step = self._pass(Mode.STEP, lr, grad_scale)
-        with self._changed:
-            for i in range(len(self._blocks)):
-                self._put(i, step)
+        """Begin an update and step every block. Gradients must have landed; a block's is used when it is stepped."""
+        self.begin(lr=lr)
+        with self.together():
+            for block in self._blocks:
+                self.step(block, grad_scale=grad_scale)
 
-    # ---- an update that starts beneath backward ----
-
-    @property
-    def open_lr(self) -> float | None:
-        """Learning rate of the update that waits for `confirm` or `revoke`, or None when there is none."""
-        return None if self._guess is None else self._guess.lr
-
-    def guess(self, *, lr: float, limit: float) -> None:
-        """Open an update with clip factor 1, right if the gradient norm stays within `limit`; blocks follow by `offer`."""
-        assert self.can_guess and self._guess is None
-        self._begin()
+    def begin(self, *, lr: float) -> None:
+        """Begin update number `step_count`, which grows by one, at `lr`, when the one before is complete."""
+        self.wait()
+        self.step_count += 1
+        self._lr = lr
         with self._changed:
             self._left.clear()
-            self._guess = _Guess(lr=lr, limit=limit)
 
-    def offer(self, block: Block, norm: float) -> None:
-        """The gradient of `block` is complete in host memory and has this norm. Called on the thread that waits for landings.
+    def uncount(self) -> None:
+        """The update that began last is being undone: the next one has its number again."""
+        self.step_count -= 1
 
-        Once the norms so far are over the limit, or not finite, the guess is lost and further blocks wait for the factor. So does the
-        last one: the factor is about to be known.
-        """
-        with self._changed:
-            guess = self._guess
-            if guess is None:
-                return
-            guess.square_sum += norm * norm
-            so_far = math.sqrt(guess.square_sum)
-            guess.lost |= not (math.isfinite(so_far) and so_far <= guess.limit)
-            i = self._index[block.name]
-            last = len(guess.guessed) + len(guess.held) == len(self._blocks) - 1
-            if guess.lost or last:
-                guess.held.append(i)
-            else:
-                guess.guessed.append(i)
-                self._put(i, self._pass(Mode.GUARDED, guess.lr, 1.0))
+    def together(self) -> contextlib.AbstractContextManager[Any]:
+        """A re-entrant lock: what is queued inside reaches the worker when the `with` ends."""
+        return self._changed
 
-    def confirm(self, *, grad_scale: float) -> None:
-        """Every block has been offered and this is the clip factor. Returns at once."""
-        with self._changed:
-            guess, self._guess = self._guess, None
-            assert guess is not None and len(guess.guessed) + len(guess.held) == len(self._blocks)
-            step = self._pass(Mode.STEP, guess.lr, grad_scale)
-            if grad_scale == 1.0:
-                self._follow(guess, self._pass(Mode.FINISH, guess.lr, 1.0))
-            else:
-                self._follow(guess, self._pass(Mode.UNDO, guess.lr, 1.0), step)
-            for i in guess.held:
-                self._put(i, step)
+    # Each of these queues passes over a block and returns at once.
 
-    def revoke(self) -> None:
-        """Take the update back: weights and moments as before `guess`, to fp32 rounding. Returns at once."""
-        with self._changed:
-            guess, self._guess = self._guess, None
-            if guess is not None:
-                self._follow(guess, self._pass(Mode.UNDO, guess.lr, 1.0))
-                self.step_count -= 1
+    def step(self, block: Block, *, grad_scale: float) -> None:
+        """Step `block` with this clip factor."""
+        self._put(block, self._pass(Mode.STEP, grad_scale))
 
-    def _follow(self, guess: _Guess, *passes: _Pass) -> None:
-        """Queue these after the guarded pass of every guessed block, whether it has run or not."""
-        for i in guess.guessed:
+    def step_guarded(self, block: Block) -> None:
+        """Step with factor 1 those elements of `block` whose step can be undone; `finish` or `undo` must follow."""
+        self._put(block, self._pass(Mode.GUARDED, 1.0))
+
+    def finish(self, block: Block) -> None:
+        """Factor 1 was right: step what `step_guarded` left. Where it left nothing the block stays open to readers."""
+        with self.together():
+            i, finish = self._index[block.name], self._pass(Mode.FINISH, 1.0)
             if i in self._jobs:
-                self._jobs[i] = (*self._jobs[i], *passes)
-            elif passes[0].mode is not Mode.FINISH or i == self._busy or self._left.get(i):
-                self._put(i, *passes)
+                self._jobs[i] = (*self._jobs[i], finish)
+            elif i == self._busy or self._left.get(i):
+                self._put(block, finish)
+
+    def undo(self, block: Block, *, then_grad_scale: float | None = None) -> None:
+        """Factor 1 was wrong: take back what `step_guarded` did or will do; then step with the right factor, if any."""
+        passes = [self._pass(Mode.UNDO, 1.0)]
+        if then_grad_scale is not None:
+            passes.append(self._pass(Mode.STEP, then_grad_scale))
+        with self.together():
+            self._put(block, *self._jobs.get(self._index[block.name], ()), *passes)
 
     # ---- rest ----
 
@@ -226,24 +190,23 @@ class HostAdamW:
 
     # ---- inside ----
 
-    def _begin(self) -> None:
-        self.wait()
-        self.step_count += 1
-
-    def _pass(self, mode: Mode, lr: float, grad_scale: float) -> _Pass:
+    def _pass(self, mode: Mode, grad_scale: float) -> _Pass:
         a = self._adamw
         scalars = AdamWScalars.of(
-            lr=lr, betas=a.betas, eps=a.eps, weight_decay=a.weight_decay, step=self.step_count, grad_scale=grad_scale,
+            lr=self._lr, betas=a.betas, eps=a.eps, weight_decay=a.weight_decay, step=self.step_count, grad_scale=grad_scale,
             moments=self._state_dtype,
         )  # fmt: skip
-        return _Pass(mode, scalars, lr, self.step_count)
+        return _Pass(mode, scalars, self._lr, self.step_count)
 
-    def _put(self, i: int, *passes: _Pass) -> None:
-        """Close the block to readers and queue it. The caller holds `_changed`."""
-        self._store.begin_write(self._blocks[i])
-        self._jobs[i] = passes
-        heapq.heappush(self._waiting, i)
-        self._changed.notify_all()
+    def _put(self, block: Block, *passes: _Pass) -> None:
+        """Close the block to readers and queue these passes in place of those it may have."""
+        i = self._index[block.name]
+        with self._changed:
+            self._store.begin_write(block)
+            if i not in self._jobs:
+                heapq.heappush(self._waiting, i)
+            self._jobs[i] = passes
+            self._changed.notify_all()
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)

@@ -1,7 +1,7 @@
 """AdamW by other libraries over the exact master: `optimizer=torch` and `optimizer=deepspeed`.
 
-The master is rebuilt in fp32 chunk by chunk, stepped by the library's own optimizer class, and split again. Slower than the
-native op (two more passes over memory); there to compare with and to fall back on by choice.
+The master is rebuilt in fp32 chunk by chunk, stepped by the library's own optimizer class, and split again. Slower than
+the native op (two more passes over memory); there to compare with and to fall back on by choice.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a pure function of the step number, and the small object that counts the steps."""
+"""LRSchedule: the factor of the learning rate, a pure function of the steps it has counted."""
 
 import math
 from typing import Any, Literal
@@ -7,16 +7,15 @@ KINDS = ("constant", "cosine", "linear")
 
 
 class LRSchedule:
-    """`lr` is what the next optimizer step uses. Linear warm-up from 0 over `warmup_steps`, then by `kind`:
+    """`factor` times `AdamWConfig.lr` is the rate of the next step. It grows from 0 to 1 over `warmup_steps`, then:
 
-    constant: base_lr. cosine: to `min_lr_ratio` x base_lr at `total_steps`, `num_cycles` waves (0.5 is one descent).
-    linear: a straight line to `min_lr_ratio` x base_lr at `total_steps`.
+    constant: 1. cosine: to `min_lr_ratio` at `total_steps` in `num_cycles` waves (0.5 is one descent).
+    linear: a straight line to `min_lr_ratio` at `total_steps`.
     """
 
     def __init__(
         self,
         *,
-        base_lr: float,
         kind: Literal["constant", "cosine", "linear"] = "constant",
         warmup_steps: int = 0,
         total_steps: int = 0,
@@ -31,7 +30,6 @@ class LRSchedule:
             )
         if not 0 <= min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={min_lr_ratio}: must be between 0 and 1")
-        self.base_lr = base_lr
         self.kind = kind
         self.warmup_steps = warmup_steps
         self.total_steps = total_steps
@@ -40,10 +38,9 @@ class LRSchedule:
         self.steps_done = 0
 
     @property
-    def lr(self) -> float:
-        return self.base_lr * self.factor(self.steps_done)
-
-    def factor(self, step: int) -> float:
+    def factor(self) -> float:
+        """The factor of the next step, from 0 to 1."""
+        step = self.steps_done
         if step < self.warmup_steps:
             return step / self.warmup_steps
         if self.kind == "constant":
@@ -54,10 +51,9 @@ class LRSchedule:
         wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * self.num_cycles * progress))
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * wave
 
-    def step(self) -> float:
-        """Count one step; returns the new `lr`."""
+    def step(self) -> None:
+        """Count one step."""
         self.steps_done += 1
-        return self.lr
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps_done": self.steps_done}

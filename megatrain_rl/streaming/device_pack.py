@@ -1,7 +1,7 @@
 """DevicePack: one pack as layers and head see it, for the length of a sweep.
 
-Compiled layers see packs padded to a multiple: the padding is one more sequence, of which nothing is predicted and into which no gradient
-flows, so it only costs its share of compute.
+Compiled layers see packs padded to a multiple: the padding is one more sequence, of which nothing is predicted and into
+which no gradient flows, so it only costs its share of compute.
 
 Shapes: T tokens of the pack, P predicted tokens of it.
 """
@@ -18,7 +18,9 @@ from megatrain_rl.objectives import TokenStats
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePack:
-    """tokens_T: ids with padding, on the CPU. predict_P: rows of the pack that are predicted; targets_P, temperature_P: theirs."""
+    """tokens_T: ids with padding, on the CPU.
+    predict_P: rows of the pack that are predicted; targets_P, temperature_P: targets and temperatures of these rows.
+    """
 
     pack: PackedBatch
     tokens_T: Tensor

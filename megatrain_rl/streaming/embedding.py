@@ -7,15 +7,18 @@ from torch import Tensor
 
 
 def add_embedding_gradient(total_VH: Tensor, tokens_T: Tensor, grad_TH: Tensor, *, padding_idx: int | None) -> None:
-    """total[tokens] += grad, in fp32 and in an order that does not change from run to run. tokens_T: on the CPU. padding_idx: a token
-    whose row gets nothing, as in transformers."""
+    """total[tokens] += grad, in fp32 and in an order that does not change from run to run.
+
+    tokens_T: on the CPU. padding_idx: a token whose row gets nothing, as in transformers.
+    """
     grad_TH = grad_TH.float()
     if padding_idx is not None:
         rows = (tokens_T != padding_idx).nonzero()[:, 0]
         tokens_T, grad_TH = tokens_T[rows], grad_TH.index_select(0, rows.to(grad_TH.device))
     tokens_T = tokens_T.to(total_VH.device)
     if total_VH.is_cuda:
-        # on CUDA index_put_ sorts before it adds and index_add_ is atomic; on a CPU with several threads it is the other way round
+        # on CUDA index_put_ sorts before it adds and index_add_ is atomic; on a CPU with several threads it is the
+        # other way round
         total_VH.index_put_((tokens_T,), grad_TH, accumulate=True)
     else:
         total_VH.index_add_(0, tokens_T, grad_TH)

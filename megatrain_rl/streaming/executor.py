@@ -1,17 +1,14 @@
 """StreamExecutor: runs a sweep. Layers outside, packs inside; one layer's weights on the device at a time.
 
-The order comes from LayerSchedule, transfers from the ring, the slabs and the activation store; what is here is the arithmetic
-between them. The caller (StreamTrainer) chooses the store: handing it the frozen one gives reference log-probs.
+The order comes from LayerSchedule, transfers from the ring, the slabs and the activation store; what is here is the
+arithmetic between them. StreamTrainer chooses the store: handing it the frozen one gives reference log-probs.
 
 Shapes: T tokens of a pack, H hidden size, V vocabulary.
 """
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,30 +25,19 @@ from megatrain_rl.objectives import Objective, TokenStats
 from megatrain_rl.planner import PACK_MULTIPLE, ROTARY_TOKENS, MemoryPlan, compiles
 from megatrain_rl.streaming.device_pack import DevicePack, padded_tokens
 from megatrain_rl.streaming.embedding import add_embedding_gradient
-from megatrain_rl.streaming.head_pass import HeadPass, HeadWeights
+from megatrain_rl.streaming.gradient_sums import GradientSums
+from megatrain_rl.streaming.head_pass import ForwardBackwardOutput, HeadPass, HeadWeights, head_blocks
 from megatrain_rl.streaming.hidden import HiddenStates
 from megatrain_rl.streaming.schedule import Kind, LayerSchedule, Visit
 from megatrain_rl.transfer.activations import ActivationStore
 from megatrain_rl.transfer.arena import DeviceReservation, cap_device_memory, release_cached_memory, within_budget
-from megatrain_rl.transfer.grad_slabs import GradSlabPool
 from megatrain_rl.transfer.lanes import Lanes
 from megatrain_rl.transfer.weight_ring import WeightRing
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardBackwardOutput:
-    """Per pack: loss, metrics as the objective gave them, statistics on the CPU. nonfinite_loss: some loss was not finite, so
-    backward was not started and no gradient was added."""
-
-    losses: list[float]
-    metrics: list[dict[str, Any]]
-    stats: list[TokenStats]
-    nonfinite_loss: bool
-
-
 def _on_compute_lane(sweep):
-    """Kernels of a sweep go to the lane that the transfers' marks refer to, whatever stream the caller is on. After an error nothing
-    is under way any more and no weights are held."""
+    """Kernels of a sweep go to the lane that the transfers' marks refer to, whatever stream the caller is on. After an
+    error nothing is under way any more and no weights are held."""
 
     @functools.wraps(sweep)
     def run(self, *args, **kwargs):
@@ -83,7 +69,7 @@ class StreamExecutor:
         self._plan = plan
         self._device = device
         self._dtype = dtype
-        self._interval = config.checkpoint_interval
+        self._config = config
         self._pack_multiple = PACK_MULTIPLE if compiled else 1
         release_cached_memory(device)
         with contextlib.ExitStack() as undo:
@@ -102,28 +88,20 @@ class StreamExecutor:
                     self._lanes, device, spec.hidden_size, dtype, arena_bytes=plan.hidden_bytes, pin=cuda
                 )
             undo.pop_all()
-        self._slab_settings = dict(
-            num_slabs=config.num_grad_slabs, slab_numel=plan.slab_numel, dtype=config.grad_torch_dtype
-        )
-        self._slabs: GradSlabPool | None = None
-        self._gradients: HostGradients | None = None
-        # Blocks whose gradient has more to come in this sweep; read by the landing thread.
-        self._partial: set[str] = set()
+        self._sums: GradientSums | None = None  # forward only
 
     @_on_compute_lane
     def enable_training(self, gradients: HostGradients, on_landed: Callable[[Block, float], None]) -> None:
-        """Gradients will land in `gradients`. on_landed(block, norm): called on a thread of its own when this sweep's gradient of a
-        block is complete there."""
+        """Gradients will land in `gradients`.
 
-        def landed(block: Block, norm: float) -> None:
-            gradients.landed(block, norm)
-            if block.name not in self._partial:
-                on_landed(block, norm)
-
-        self._gradients = gradients
+        on_landed(block, norm): called on a thread of its own when the gradient of `block` has. That of a tied embedding
+            lands twice in a sweep, the second time complete.
+        """
         self.use_reservation()
         with within_budget(self._device, self._plan.gpu_cap_bytes):
-            self._slabs = GradSlabPool(self._lanes, self._device, on_landed=landed, **self._slab_settings)
+            self._sums = GradientSums(
+                self._lanes, self._device, self._config, self._plan.slab_numel, gradients, on_landed
+            )
 
     def use_reservation(self) -> None:
         """From now on the reserved memory is there to be cut."""
@@ -137,13 +115,13 @@ class StreamExecutor:
     @_on_compute_lane
     def log_probs(self, packs: Sequence[PackedBatch], store: WeightStore, *, entropy: bool) -> list[TokenStats]:
         """Statistics of `packs` under the weights of `store`, on the CPU."""
-        schedule = LayerSchedule(self._spec.num_layers, self._interval, train=False)
+        schedule = LayerSchedule(self._spec.num_layers, self._config.checkpoint_interval, train=False)
         device_packs, hidden = self._begin(packs, schedule)
         weights = self._forward(schedule, store, device_packs, hidden)
         self._lanes.compute.wait(weights.ready)
         head = HeadPass(self._spec, self._runner, self._head, self._plan, weights.flats, sums=None)
         stats = [head.stats(hidden.take_final(m), dp, entropy=entropy) for m, dp in enumerate(device_packs)]
-        return [_on_cpu(s) for s in stats]
+        return [each.cpu() for each in stats]
 
     @torch.no_grad()
     @_on_compute_lane
@@ -154,15 +132,15 @@ class StreamExecutor:
         objective: Objective,
         *,
         entropy: bool,
-        before_backward: Callable[[], None],
+        before_backward: Callable[[], None] | None,
     ) -> ForwardBackwardOutput:
         """One sweep of forward and backward; gradients are added to what HostGradients holds and land asynchronously.
 
         before_backward: called once every loss is known to be finite and before the first gradient leaves.
         """
-        assert self._slabs is not None, "forward-only executor"
-        self._slabs.drain()
-        schedule = LayerSchedule(self._spec.num_layers, self._interval, train=True)
+        out = self._training_sums()
+        out.drain()
+        schedule = LayerSchedule(self._spec.num_layers, self._config.checkpoint_interval, train=True)
         device_packs, hidden = self._begin(packs, schedule)
         weights = self._forward(schedule, store, device_packs, hidden)
         backward = schedule.visits[schedule.num_forward :]
@@ -173,10 +151,10 @@ class StreamExecutor:
         if result.nonfinite_loss:
             self._abandon()
             return result
-        before_backward()
-        self._partial = {self._spec.embed.name} if self._spec.tied else set()
+        if before_backward is not None:
+            before_backward()
         while sums:  # no name may keep a pushed sum alive: it is as large as the output matrix
-            self._push(*sums.pop())
+            out.push(*sums.pop())
         if not self._plan.ring_in_head:
             self._ring.begin(store, [self._spec.layers[v.layer] for v in backward])
         self._backward(backward, device_packs, hidden)
@@ -186,8 +164,8 @@ class StreamExecutor:
 
     def drain(self) -> None:
         """Until every gradient has landed; raises what went wrong on the way."""
-        if self._slabs is not None:
-            self._slabs.drain()
+        if self._sums is not None:
+            self._sums.drain()
 
     def close(self) -> None:
         """Every part, whatever comes of the others: a device may be lost."""
@@ -196,9 +174,8 @@ class StreamExecutor:
             then.callback(self._reservation.close)
             then.callback(self._ring.abandon)
             then.callback(self._activations.close)
-            if self._slabs is not None:
-                then.callback(self._slabs.close)
-                self._slabs = None  # it calls back into this object: no circle keeps either until it is collected
+            if self._sums is not None:
+                then.callback(self._sums.close)
 
     # ---- the sweep's parts ----
 
@@ -229,14 +206,14 @@ class StreamExecutor:
     def _forward(
         self, schedule: LayerSchedule, store: WeightStore, packs: list[DevicePack], hidden: HiddenStates
     ) -> HeadWeights:
-        """Every layer over every pack. Returns the head's weights, which cross while the last layer runs when there is room."""
+        """Every layer over every pack. Returns the head's weights; with room they cross while the last layer runs."""
         visits = schedule.visits[: schedule.num_forward]
         self._ring.begin(store, [self._spec.layers[v.layer] for v in visits])
         self._embed(store, packs, 0)
         head = None
         for v, visit in enumerate(visits):
             last = v == len(visits) - 1
-            if last and self._plan.ring_in_head and all(store.readable(b) for b in self._head_blocks()):
+            if last and self._plan.ring_in_head and all(store.readable(b) for b in head_blocks(self._spec)):
                 head = self._upload_head(store)
             # the first layer's packs are gathered on the host one ahead of compute
             feed = functools.partial(self._embed, store, packs) if v == 0 else None
@@ -286,8 +263,8 @@ class StreamExecutor:
         hidden.prefetch(visit, 0)
         weights = block.layout.views(self._ring.acquire(block))
         total = sum_flat[: block.layout.numel].zero_()
-        if self._gradients.has(block):  # of an earlier sweep; it crosses while this one's is computed
-            self._slabs.prefetch_earlier(self._gradients.flat(block))
+        out = self._training_sums()
+        out.prefetch_earlier(block)  # it crosses while this sweep's is computed
         total_views = block.layout.views(total)
         for m, dp in enumerate(packs):
             self._prefetch_after(visit, following, m, len(packs), hidden)
@@ -296,7 +273,7 @@ class StreamExecutor:
             grad_TH = self._runner.vjp(visit.layer, weights, hidden_TH, dp.layer_inputs, grad_TH, total_views)
             hidden.give_gradient(m, grad_TH)
         self._ring.release(block)
-        self._push(block, total)
+        out.push(block, total)
 
     def _prefetch_after(self, visit: Visit, following: Visit | None, m: int, num_packs: int, hidden: HiddenStates):
         """One pack ahead; the last pack looks into the next visit."""
@@ -311,7 +288,7 @@ class StreamExecutor:
         self._activations.filled(0, m)
 
     def _upload_head(self, store: WeightStore) -> HeadWeights:
-        return HeadWeights.upload(self._lanes, store, self._head_blocks(), self._dtype, self._device)
+        return HeadWeights.upload(self._lanes, store, head_blocks(self._spec), self._dtype, self._device)
 
     def _head_pass(
         self,
@@ -321,53 +298,27 @@ class StreamExecutor:
         hidden: HiddenStates,
         entropy: bool,
     ) -> tuple[ForwardBackwardOutput, list[tuple[Block, Tensor]]]:
-        """Head and objective of every pack; leaves each pack's gradient in `hidden`. Returns the gradient sums of the head's blocks,
-        not pushed yet: a non-finite loss must not touch the gradients on the host."""
-        sums = {block.name: self._new_sum(block) for block in self._head_blocks()}
+        """Head and objective of every pack; leaves each pack's gradient in `hidden`.
+
+        Returns the gradient sums of the head's blocks, not pushed yet: a non-finite loss must not touch host gradients.
+        """
+        blocks, out = head_blocks(self._spec), self._training_sums()
+        sums = {block.name: out.new(block) for block in blocks}
         self._lanes.compute.wait(weights.ready)
         head = HeadPass(self._spec, self._runner, self._head, self._plan, weights.flats, sums)
-        results = []
-        for m, dp in enumerate(packs):
-            result = head.forward_backward(hidden.take_final(m), dp, objective, entropy=entropy)
-            hidden.give_gradient(m, result.grad_TH)
-            results.append((result.loss, result.metrics, result.stats))  # and not the gradient: it would be kept alive
-        losses = torch.stack([loss for loss, _, _ in results]).tolist()
-        output = ForwardBackwardOutput(
-            losses=losses,
-            metrics=[metrics for _, metrics, _ in results],
-            stats=[_on_cpu(stats) for _, _, stats in results],
-            nonfinite_loss=not all(math.isfinite(x) for x in losses),
-        )
-        return output, [(block, sums[block.name]) for block in self._head_blocks()]
+        return head.run(packs, hidden, objective, entropy=entropy), [(block, sums[block.name]) for block in blocks]
 
     def _embedding_gradient(self, packs: list[DevicePack], hidden: HiddenStates) -> None:
-        block = self._spec.embed
+        block, out = self._spec.embed, self._training_sums()
         if self._spec.tied:  # the matrix has just had the head's gradient pushed: it comes back and is added to
-            self._slabs.drain()
-            self._partial.clear()
-        total = self._new_sum(block)
+            out.drain()
+        total = out.new(block)
         total_VH = block.layout.view(total, EMBED_WEIGHT)
         for m, dp in enumerate(packs):
             grad_TH = hidden.take_gradient(m)[: dp.pack.num_tokens]
             add_embedding_gradient(total_VH, dp.pack.tokens_T, grad_TH, padding_idx=self._spec.padding_idx)
-        self._push(block, total)
+        out.push(block, total)
 
-    def _head_blocks(self) -> tuple[Block, ...]:
-        """The blocks the head reads: its own, and the embedding when the output matrix is tied to it."""
-        return (self._spec.head, self._spec.embed) if self._spec.tied else (self._spec.head,)
-
-    def _new_sum(self, block: Block) -> Tensor:
-        return torch.zeros(block.layout.numel, dtype=torch.float32, device=self._device)
-
-    def _push(self, block: Block, total: Tensor) -> None:
-        """Send a block's gradient sum out, added to that of earlier sweeps when there is one."""
-        grad_host = self._gradients.flat(block)
-        if self._gradients.has(block):
-            self._slabs.add_earlier(grad_host, total)
-        self._slabs.push(block, total, grad_host)
-
-
-def _on_cpu(stats: TokenStats) -> TokenStats:
-    return TokenStats(
-        log_probs_T=stats.log_probs_T.cpu(), entropy_T=None if stats.entropy_T is None else stats.entropy_T.cpu()
-    )
+    def _training_sums(self) -> GradientSums:
+        assert self._sums is not None, "forward-only executor"
+        return self._sums

@@ -1,12 +1,13 @@
 """HeadPass: final norm, output matrix and objective of one sweep, pack by pack.
 
-Its weights (and, in training, the fp32 gradient sums) are on the device for as long as the object lives, so whoever makes one
-lets go of it before the layers' backward. Made and called by the executor.
+Its weights (and, in training, the fp32 gradient sums) are on the device for as long as the object lives, so whoever
+makes one lets go of it before the layers' backward. Made and called by the executor.
 
 Shapes: T tokens of a pack, P predicted tokens of it, H hidden size, V vocabulary.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +16,50 @@ from torch import Tensor
 
 from megatrain_rl.head import Head, HeadStats, chunks
 from megatrain_rl.host.store import WeightStore
-from megatrain_rl.model.decoder import Block, DecoderSpec
+from megatrain_rl.model.decoder import Block, DecoderSpec, norm_weights
 from megatrain_rl.model.template import LayerRunner
 from megatrain_rl.objectives import Objective, TokenStats
 from megatrain_rl.planner import MemoryPlan
 from megatrain_rl.streaming.device_pack import DevicePack
+from megatrain_rl.streaming.hidden import HiddenStates
 from megatrain_rl.transfer.lanes import Lanes, Mark
 from megatrain_rl.transfer.weight_ring import upload
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForwardBackwardOutput:
+    """What a sweep, or several, gave for each pack: loss, the objective's metrics, statistics on the CPU.
+
+    nonfinite_loss: some loss was not finite, so backward was not started and no gradient was added.
+    """
+
+    losses: list[float]
+    metrics: list[dict[str, Any]]
+    stats: list[TokenStats]
+    nonfinite_loss: bool
+
+    @classmethod
+    def joined(cls, sweeps: Iterable["ForwardBackwardOutput"]) -> "ForwardBackwardOutput":
+        """The results of consecutive sweeps as one."""
+        sweeps = list(sweeps)
+        return cls(
+            losses=[loss for sweep in sweeps for loss in sweep.losses],
+            metrics=[metrics for sweep in sweeps for metrics in sweep.metrics],
+            stats=[stats for sweep in sweeps for stats in sweep.stats],
+            nonfinite_loss=any(sweep.nonfinite_loss for sweep in sweeps),
+        )
+
+
+def head_blocks(spec: DecoderSpec) -> tuple[Block, ...]:
+    """The blocks the head reads: its own, and the embedding when the output matrix is tied to it."""
+    return (spec.head, spec.embed) if spec.tied else (spec.head,)
+
+
 @dataclass(frozen=True)
 class HeadWeights:
-    """flats: flat device weights by block name. ready: recorded on upload after the last copy; waited for by compute before the head
-    runs."""
+    """flats: flat device weights by block name.
+    ready: recorded on upload after the last copy; waited for by compute before the head runs.
+    """
 
     flats: dict[str, Tensor]
     ready: Mark
@@ -48,7 +80,7 @@ class HeadWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadResult:
-    """Of one pack: loss (scalar), metrics as the objective gave them, statistics, gradient (T, H) of the last hidden states."""
+    """What the head gave for one pack. loss: scalar. grad_TH: gradient (T, H) of the last hidden states."""
 
     loss: Tensor
     metrics: dict[str, Any]
@@ -57,7 +89,7 @@ class HeadResult:
 
 
 class HeadPass:
-    """flats, sums: flat weights and flat fp32 gradient sums of the head's blocks by block name; sums None for forward only."""
+    """flats, sums: flat weights and fp32 gradient sums by name of the head's blocks; sums None for forward only."""
 
     def __init__(
         self,
@@ -72,18 +104,37 @@ class HeadPass:
         self._head = head
         self._plan = plan
         output_block, output_name = spec.output_weight
-        self._norm_weights = _norm_only(spec.head.layout.views(flats[spec.head.name]))
+        self._norm_weights = norm_weights(spec.head.layout.views(flats[spec.head.name]))
         self._weight_VH = output_block.layout.view(flats[output_block.name], output_name)
         if sums is not None:
-            self._norm_sums = _norm_only(spec.head.layout.views(sums[spec.head.name]))
+            self._norm_sums = norm_weights(spec.head.layout.views(sums[spec.head.name]))
             self._weight_sum_VH = output_block.layout.view(sums[output_block.name], output_name)
 
     def stats(self, hidden_TH: Tensor, dp: DevicePack, *, entropy: bool) -> TokenStats:
         """Log-probs, and entropies when asked for, of the last hidden states (T, H) of a pack."""
         return self._leaves(self._forward(hidden_TH, dp, entropy), dp)
 
+    def run(
+        self, packs: list[DevicePack], hidden: HiddenStates, objective: Objective, *, entropy: bool
+    ) -> ForwardBackwardOutput:
+        """Head and objective of every pack; leaves each pack's gradient in `hidden`."""
+        losses, metrics, stats = [], [], []
+        for m, dp in enumerate(packs):
+            result = self.forward_backward(hidden.take_final(m), dp, objective, entropy=entropy)
+            hidden.give_gradient(m, result.grad_TH)
+            losses.append(result.loss)
+            metrics.append(result.metrics)
+            stats.append(result.stats)
+        values = torch.stack(losses).tolist()
+        return ForwardBackwardOutput(
+            losses=values,
+            metrics=metrics,
+            stats=[each.cpu() for each in stats],
+            nonfinite_loss=not all(math.isfinite(value) for value in values),
+        )
+
     def forward_backward(self, hidden_TH: Tensor, dp: DevicePack, objective: Objective, *, entropy: bool) -> HeadResult:
-        """`stats`, the objective, and the way back to the hidden states; gradients of the weights are added to the sums."""
+        """`stats`, the objective, and the way back to the hidden states; weights' gradients are added to the sums."""
         head_stats = self._forward(hidden_TH, dp, entropy)
         stats = self._leaves(head_stats, dp)
         stats.log_probs_T.requires_grad_()
@@ -96,10 +147,7 @@ class HeadPass:
         return HeadResult(
             loss=out.loss.detach().float(),
             metrics=out.metrics,
-            stats=TokenStats(
-                log_probs_T=stats.log_probs_T.detach(),
-                entropy_T=None if stats.entropy_T is None else stats.entropy_T.detach(),
-            ),
+            stats=stats.detach(),
             grad_TH=self._backward(hidden_TH, head_stats, stats, dp),
         )
 
@@ -125,8 +173,9 @@ class HeadPass:
         grad_TH = torch.zeros_like(hidden_TH)
         grad_log_probs_P = dp.leaf_gradient(stats.log_probs_T)
         # an entropy that the loss does not use needs no second term in the head's backward
-        uses_entropy = stats.entropy_T is not None and stats.entropy_T.grad is not None
-        grad_entropy_P = dp.leaf_gradient(stats.entropy_T) if uses_entropy else None
+        grad_entropy_P = None
+        if stats.entropy_T is not None and stats.entropy_T.grad is not None:
+            grad_entropy_P = dp.leaf_gradient(stats.entropy_T)
         for c in self._chunks(dp):
             hidden_CH = hidden_TH.index_select(0, dp.predict_P[c]).requires_grad_()
             norm_leaves = {name: w.detach().requires_grad_() for name, w in self._norm_weights.items()}
@@ -150,7 +199,3 @@ class HeadPass:
 
     def _chunks(self, dp: DevicePack) -> list[slice]:
         return chunks(dp.predict_P.numel(), self._plan.head_chunk(dp.num_tokens))
-
-
-def _norm_only(views: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: view for name, view in views.items() if name.startswith("norm.")}

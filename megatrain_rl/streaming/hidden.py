@@ -1,5 +1,5 @@
-"""HiddenStates: the running hidden states and gradients of a sweep, kept on the device for the first packs and passed through
-the host for the rest.
+"""HiddenStates: the running hidden states and gradients of a sweep, kept on the device for the first packs and passed
+through the host for the rest.
 
 Whether a pack is resident changes where its numbers wait, never what they are.
 

@@ -1,8 +1,8 @@
 """LayerSchedule: which layer is visited when, and where its input comes from. Pure Python.
 
-Layer-major: a visit runs one layer over all packs of the sweep, so a layer's weights cross the link once per visit. Boundary b is
-the input of layer b. Every `checkpoint_interval`-th boundary has a slot of its own in the activation store; between two of them
-backward first recomputes the inputs of its window.
+Layer-major: a visit runs one layer over all packs of the sweep, so a layer's weights cross the link once per visit.
+Boundary b is the input of layer b. Every `checkpoint_interval`-th boundary has a slot of its own in the activation
+store; between two of them backward first recomputes the inputs of its window.
 """
 
 from dataclasses import dataclass

@@ -160,15 +160,14 @@ def adamw_config(optim: OptimizerConfig) -> AdamWConfig:
 
 
 def lr_schedule(optim: OptimizerConfig) -> LRSchedule:
-    """The schedule VERL's optimizer config asks for: explicit warm-up steps first, else the ratio of all steps."""
+    """The schedule VERL's optimizer config asks for, a factor of its rate: explicit warm-up steps first, else the ratio of all steps."""
     total_steps = max(0, optim.total_training_steps)
     warmup_steps = optim.lr_warmup_steps
     if warmup_steps is None or warmup_steps <= 0:
         warmup_steps = int(optim.lr_warmup_steps_ratio * total_steps)
     if not isinstance(optim, (MegaTrainOptimizerConfig, FSDPOptimizerConfig)):
-        return LRSchedule(base_lr=optim.lr, warmup_steps=warmup_steps, total_steps=total_steps)
+        return LRSchedule(warmup_steps=warmup_steps, total_steps=total_steps)
     return LRSchedule(
-        base_lr=optim.lr,
         kind=optim.lr_scheduler_type,
         warmup_steps=warmup_steps,
         total_steps=total_steps,

@@ -6,9 +6,12 @@ from megatrain_rl.optim.lr_schedule import LRSchedule
 
 
 def series(n, **settings):
-    schedule = LRSchedule(base_lr=2.0, **settings)
-    values = [schedule.lr]
-    values += [schedule.step() for _ in range(n - 1)]
+    """Factors of the first n steps, times 2."""
+    schedule = LRSchedule(**settings)
+    values = []
+    for _ in range(n):
+        values.append(2.0 * schedule.factor)
+        schedule.step()
     return values
 
 
@@ -27,12 +30,12 @@ def test_linear_and_cosine_end_at_the_minimum():
 
 
 def test_state_is_the_number_of_steps():
-    schedule = LRSchedule(base_lr=1.0, kind="linear", total_steps=10)
+    schedule = LRSchedule(kind="linear", total_steps=10)
     for _ in range(3):
         schedule.step()
-    other = LRSchedule(base_lr=1.0, kind="linear", total_steps=10)
+    other = LRSchedule(kind="linear", total_steps=10)
     other.load_state_dict(schedule.state_dict())
-    assert other.lr == schedule.lr == pytest.approx(0.7)
+    assert other.factor == schedule.factor == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize(
@@ -45,4 +48,4 @@ def test_state_is_the_number_of_steps():
 )
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        LRSchedule(base_lr=1.0, **settings)
+        LRSchedule(**settings)

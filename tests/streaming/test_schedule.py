@@ -8,8 +8,8 @@ from megatrain_rl.streaming.schedule import Kind, LayerSchedule
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 8, 28])
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 50])
 def test_every_visit_finds_its_input(layers, interval):
-    """Replay: a slot holds boundary b only if the visit that read boundary b-1 wrote it there, and nothing reads it after its
-    last read. Boundary 0 is in slot 0 at the start; backward visits find their layer's own input."""
+    """Replay: a slot holds boundary b only if the visit that read boundary b-1 wrote it there, and nothing reads it
+    after its last read. Boundary 0 is in slot 0 at the start; backward visits find their layer's own input."""
     schedule = LayerSchedule(layers, interval, train=True)
     slots = {0: 0}
     forward, backward = [], []

@@ -259,7 +259,9 @@ class MegaTrainEngine(BaseEngine):
         return result.grad_norm
 
     def lr_scheduler_step(self) -> float:
-        return self.trainer.schedule.step()
+        """Count a step of VERL's; the learning rate of the next one."""
+        self.trainer.schedule.step()
+        return self.trainer.lr
 
     # ---- weights out, checkpoints ----
 

@@ -35,6 +35,7 @@ def load(
 
     def on_reserved(trainer: StreamTrainer) -> None:
         check(trainer)
+        print("\n".join(trainer.plan.table()), flush=True)  # VERL's processes show no log of level INFO
         reserved.set_result(None)
 
     def work() -> StreamTrainer:
