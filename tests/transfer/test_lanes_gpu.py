@@ -8,7 +8,7 @@ import torch
 
 from megatrain_rl.config import AdamWConfig
 from megatrain_rl.model.template import LayerRunner
-from megatrain_rl.streaming.executor import StreamExecutor
+from megatrain_rl.streaming.gradient_sums import GradientSums
 from megatrain_rl.transfer.lanes import Lane
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def test_delays_on_a_lane_change_no_bit(tmp_path, monkeypatch, deterministic, la
 
                     return slow
 
-                slow = ((LayerRunner, "layer"), (LayerRunner, "vjp"), (LayerRunner, "norm"), (StreamExecutor, "_push"))
+                slow = ((LayerRunner, "layer"), (LayerRunner, "vjp"), (LayerRunner, "norm"), (GradientSums, "push"))
                 for owner, name in slow:
                     patch.setattr(owner, name, slowed(getattr(owner, name)))
             elif delayed:
