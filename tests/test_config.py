@@ -1,6 +1,7 @@
-"""Settings: validated once, unknown ones named with the nearest known one."""
+"""Settings are validated once; the error for an unknown one names the nearest known one."""
 
 import dataclasses
+import re
 
 import pytest
 import tiny
@@ -13,9 +14,7 @@ from megatrain_rl.trainer import StreamTrainer
 
 
 def test_misspelt_setting_names_the_nearest():
-    with pytest.raises(
-        ValueError, match="unknown setting actor.megatrain.rng_depth; did you mean actor.megatrain.ring_depth"
-    ):
+    with pytest.raises(ValueError, match=r"actor\.megatrain\.rng_depth.*actor\.megatrain\.ring_depth"):
         StreamConfig.from_mapping({"rng_depth": 3}, prefix="actor.megatrain.")
 
 
@@ -62,7 +61,7 @@ def test_a_list_for_a_dtype_is_refused_like_any_bad_value(knob):
 @pytest.mark.parametrize("optimizer", ["torch", "deepspeed"])
 def test_bf16_moments_need_the_native_optimizer(optimizer):
     for short in ("bf16", "bfloat16"):
-        with pytest.raises(ValueError, match="^optimizer_state_dtype=.*float32 with optimizer=.*set optimizer=native"):
+        with pytest.raises(ValueError, match=rf"^optimizer_state_dtype=.*optimizer={optimizer}.*optimizer=native"):
             StreamConfig(optimizer=optimizer, optimizer_state_dtype=short)
     StreamConfig(optimizer=optimizer, optimizer_state_dtype="fp32")
 
@@ -88,19 +87,17 @@ def test_settings_are_frozen():
 def test_unknown_model_type():
     config = tiny.config()
     config.model_type = "mamba9"
-    with pytest.raises(
-        ValueError, match="model_type='mamba9' is not supported by the streaming trainer; supported: llama"
-    ):
+    with pytest.raises(ValueError, match=r"model_type='mamba9'.*llama"):
         decoder_spec(config)
 
 
 def test_dropout_is_refused():
-    with pytest.raises(ValueError, match="attention_dropout=0.1: dropout is not supported"):
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         decoder_spec(tiny.config(attention_dropout=0.1))
 
 
 def test_attention_that_cannot_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="attention=varlen needs CUDA"):
+    with pytest.raises(ValueError, match=r"attention=varlen.*CUDA"):
         tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path), attention="varlen")
 
 
@@ -109,13 +106,13 @@ def load(directory):
 
 
 def test_missing_model_files_are_one_clear_error(tmp_path):
-    with pytest.raises(ValueError, match="is not a directory"):
+    with pytest.raises(ValueError, match="nowhere"):
         load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="has no config.json"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         load(tmp_path)
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path / "model")
     (directory / "model.safetensors").rename(directory / "elsewhere")
-    with pytest.raises(ValueError, match="has neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(ValueError, match=r"model\.safetensors.*model\.safetensors\.index\.json"):
         load(directory)
 
 
@@ -127,12 +124,12 @@ def test_missing_shard_and_tensor(tmp_path):
     trainer = load(directory)
     trainer.close()
     shards[1].unlink()
-    with pytest.raises(ValueError, match=f"the index names {shards[1].name}, which is missing"):
+    with pytest.raises(ValueError, match=re.escape(shards[1].name)):
         load(directory)
 
 
 def test_config_that_does_not_match_the_weights(tmp_path):
     directory = tiny.saved(tiny.model(tiny.config()), tmp_path)
     tiny.config(intermediate_size=96).save_pretrained(directory)
-    with pytest.raises(ValueError, match=r"gate_proj.weight' has shape \(160, 64\), config.json implies \(96, 64\)"):
+    with pytest.raises(ValueError, match=r"gate_proj\.weight.*\(160, 64\).*\(96, 64\)"):
         load(directory)

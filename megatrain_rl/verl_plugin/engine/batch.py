@@ -71,7 +71,7 @@ def read(data: TensorDict, *, predict: list[Tensor]) -> MiniBatch:
 
 
 def jagged_offsets(nested: Tensor) -> Tensor:
-    """Where each row of a jagged tensor begins, and where the last one ends: (B+1,)."""
+    """The index at which each row of a jagged tensor begins, and the one at which the last row ends: (B+1,)."""
     return nested.offsets()  # type: ignore[attr-defined]  # jagged tensors have it, torch's stub of Tensor does not
 
 

@@ -56,7 +56,7 @@ _WORKER_STARTED, _WORKER_READY = "actor_rollout_wg", ("ref_policy_wg", "reward_l
 
 
 class RunOfOurs(_Trainer):
-    """What our trainers add to a trainer of VERL's, as a mixin that stands before it.
+    """A mixin that stands before a trainer of VERL's and adds to it, as the module's docstring says.
 
     Every process of a run first imports for 10 to 20 s, and VERL's task runner waits for each in turn. Here two of
     these waits take place while the task runner waits for the trainer's process:
@@ -159,7 +159,7 @@ class MegaTrainSync(RunOfOurs, PPOTrainerSync):
 
 @register_trainer(TRAINERS["colocate_async"])
 class MegaTrainColocateAsync(RunOfOurs, PPOTrainerColocateAsync):
-    """VERL's colocated asynchronous trainer: as above, but an answer may go on over a weight sync."""
+    """VERL's colocated asynchronous trainer: the same order, but an answer may go on over a weight sync."""
 
 
 def log_prob_gap(rollout: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, float]:
