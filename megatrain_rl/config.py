@@ -1,7 +1,7 @@
 """Every setting of the trainer: frozen, keyword-only, described and validated once, here.
 
-`StreamConfig` is what `actor.megatrain.*` means in VERL; `AdamWConfig` is the update. Code receives one of these and reads
-plain attributes; nobody looks a setting up with a default of its own.
+`StreamConfig` is what `actor.megatrain.*` means in VERL; `AdamWConfig` is the update. Code receives one of these and
+reads plain attributes; nobody looks a setting up with a default of its own.
 """
 
 import dataclasses
@@ -14,8 +14,6 @@ import torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
-
-ParamDtype = Literal["bfloat16", "float32"]
 
 _CHOICES = {
     "optimizer": ("native", "torch", "deepspeed"),
@@ -41,15 +39,19 @@ def _is_count(value: Any) -> bool:
 
 
 def knob(default: Any, help: str, **more: Any) -> Any:
-    """A field that users may set. help: its description, from which configs/*.yaml and the tables of settings are written.
+    """A dataclass field that users may set: a knob.
 
-    more: for those files; see megatrain_rl/verl_plugin/knobs.py.
+    help: its description, from which configs/*.yaml and the tables of settings are written.
+    more: further metadata for those files; see megatrain_rl/verl_plugin/knobs.py.
     """
     return dataclasses.field(default=default, metadata={"help": help, **more})
 
 
 def check_knobs(given: Iterable[str], known: Iterable[str], prefix: str) -> None:
-    """Raise one ValueError naming the first name of `given` that is not known, and the nearest one that is."""
+    """Raise a ValueError if a name of `given` is not known. It names the first such name and the nearest known one.
+
+    prefix: what stands before the names in the error's text.
+    """
     known = list(known)
     for key in given:
         if key not in known:
@@ -60,49 +62,52 @@ def check_knobs(given: Iterable[str], known: Iterable[str], prefix: str) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """How the model is streamed. The knobs' one home: each field says what it means and has its default here."""
+    """How the model is streamed. This is the knobs' one home: each field has its description and its default here."""
 
     gpu_budget_gb: float = knob(
         9.0, "GPU memory of the trainer's process in GB (1e9 bytes), CUDA context included; a hard cap"
     )
     checkpoint_interval: int = knob(
-        1, "one layer input in so many is kept in host RAM; the others are recomputed inside their window"
+        1, "one layer input in so many is kept in host RAM; backward recomputes those between two kept ones"
     )
     num_grad_slabs: int = knob(
         12,
-        "device staging buffers through which gradients leave for host RAM; more let backward run further ahead of the link",
+        "device staging buffers through which gradients leave for host RAM; with more of them backward runs further "
+        "ahead of the link",
     )
     ring_depth: int = knob(2, "device slots for layer weights; 2 is double buffering")
     pack_tokens: int | None = knob(
         None,
-        "most tokens of a pack (one forward of one layer); null takes what the budget holds, at most 10240; a longer sequence gets a "
-        "pack of its own as long as the budget holds it",
+        "most tokens of a pack (one forward of one layer); null takes what the budget holds, at most 10240; "
+        "a longer sequence gets a pack of its own if the budget holds it",
     )
     optimizer: Literal["native", "torch", "deepspeed"] = knob(
         "native",
         "who applies AdamW on the host, always to the same exact fp32 master: native (this package's op), torch "
         "(torch.optim.AdamW, fused) or deepspeed (DeepSpeedCPUAdam; needs the extra `deepspeed`)",
     )
-    param_dtype: ParamDtype = knob(
+    param_dtype: Literal["bfloat16", "float32"] = knob(
         "bfloat16",
-        "dtype of the weights on the device; with bfloat16 an int16 residual in host RAM makes the fp32 master exact; float32 runs "
-        "everything in fp32",
+        "dtype of the weights on the device; with bfloat16 an int16 residual in host RAM makes the fp32 master exact; "
+        "float32 runs everything in fp32",
     )
-    grad_dtype: ParamDtype = knob(
+    grad_dtype: Literal["bfloat16", "float32"] = knob(
         "bfloat16", "dtype of the gradients in host RAM; sums over packs are fp32 whatever this is"
     )
-    optimizer_state_dtype: ParamDtype = knob(
+    optimizer_state_dtype: Literal["bfloat16", "float32"] = knob(
         "float32",
-        "dtype of AdamW's moments; bfloat16 saves 4 bytes a parameter and rounds stochastically (native optimizer only); the master "
-        "stays exact",
+        "dtype of AdamW's moments; bfloat16 saves 4 bytes a parameter and rounds stochastically (native optimizer "
+        "only); the master stays exact",
     )
     overlap_optimizer: bool = knob(
-        True, "whether blocks are stepped as their gradients land, beneath backward; the result is the same"
+        True,
+        "whether a block (a layer, the embedding or the head) is stepped as soon as its gradient lands, while "
+        "backward goes on; the result is the same",
     )
     compile: bool | None = knob(
         None,
-        "whether layers and the head's elementwise part are compiled (torch.compile, CUDA only); null does so when the model is large "
-        "enough for it to pay (hidden size 1024 and more)",
+        "whether layers and the head's elementwise part are compiled (torch.compile, CUDA only); null compiles when "
+        "the model is large enough for it to pay (hidden size 1024 and more)",
     )
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = knob(
         "auto",
@@ -110,13 +115,13 @@ class StreamConfig:
     )
     reference: Literal["mmap", "pinned"] = knob(
         "mmap",
-        "where frozen reference weights live: mmap reads the model's files through two pinned staging blocks (no anonymous host RAM; "
-        "fast while they are in page cache), pinned keeps a copy of 2 bytes a parameter",
+        "where frozen reference weights live: mmap reads the model's files through two pinned staging blocks (no "
+        "anonymous host RAM; fast while the files are in page cache), pinned keeps a copy of 2 bytes a parameter",
     )
     cpu_threads: int | None = knob(
         None,
-        "threads of the host optimizer and of torch on the CPU; null takes seven of every eight cores that this process may use, the "
-        "rest drives the GPU",
+        "threads of the host optimizer and of torch on the CPU; null takes seven of every eight cores that this "
+        "process may use, the others drive the GPU",
     )
     host_budget_gb: float | None = knob(
         None, "host RAM in GB that the trainer may use; null reads what the machine or its cgroup has"
@@ -153,7 +158,7 @@ class StreamConfig:
 
     @classmethod
     def from_mapping(cls, knobs: Mapping[str, Any], prefix: str = "") -> "StreamConfig":
-        """Build from user input. An unknown key is a ValueError that names the nearest known one; `prefix` is for its text."""
+        """Build the config from user input. An unknown key is a ValueError, as in `check_knobs`, which has `prefix`."""
         check_knobs(knobs, (f.name for f in dataclasses.fields(cls)), prefix)
         return cls(**knobs)
 
@@ -172,9 +177,9 @@ class StreamConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """Decoupled weight decay Adam (Loshchilov & Hutter 2019, algorithm 2), the update of `torch.optim.AdamW`.
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), the update of `torch.optim.AdamW`.
 
-    clip_grad: limit of the global L2 norm; 0 or None switches clipping off.
+    clip_grad: limit of the gradient's L2 norm over all parameters; 0 or None switches clipping off.
     """
 
     lr: float = 1e-6

@@ -13,7 +13,8 @@ import megatrain_rl
 
 PACKAGE = Path(megatrain_rl.__file__).parent
 ROOT = PACKAGE.parent
-# From the outside in; a module may import from its own room and from rooms further down. `bench` and `verl_plugin` stand side by side.
+# From the outside in. A module may import from its own room and from rooms further down. `bench` and `verl_plugin`
+# stand side by side.
 ROOMS = [
     {"megatrain_rl.cli"},
     {"megatrain_rl.bench", "megatrain_rl.verl_plugin"},
@@ -50,7 +51,7 @@ FILES = {module_name(f): f for f in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "ve
 
 
 def imports(file: Path) -> set[str]:
-    """Names that the file imports, also within functions; but what only a type checker reads is no import."""
+    """Names that the file imports, also within functions. An import that only a type checker reads does not count."""
     found = set()
     for node in runtime_nodes(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -100,7 +101,7 @@ def test_imports_go_one_way(name):
             there = room(other, rooms)
             if place is None or there is None or same_room(name, other, rooms):
                 continue
-            # rooms of one line of ROOMS may know each other, but for the two above; no circle is another test's question
+            # rooms of one line of ROOMS may import each other, except the two above; another test looks for circles
             beside = there == place and rooms is ROOMS and place != room(PLUGIN, ROOMS)
             allowed = there > place or beside
             assert allowed, f"{name} imports {other}, which is not below it"
@@ -113,9 +114,9 @@ def test_every_module_has_a_room():
 
 
 def test_no_circle():
-    """Of modules, and of the rooms that they stand in."""
+    """Neither modules nor the rooms that they stand in import each other in a circle."""
     graph = {name: own_imports(file) for name, file in FILES.items()}
-    # that a module imports the package it lies in only says where it lies
+    # a module's import of the package that it lies in says only where it lies
     graph = {name: {o for o in others if not name.startswith(f"{o}.")} for name, others in graph.items()}
     assert circles(graph) == []
     rooms = [own for names in (*ROOMS, *PLUGIN_ROOMS) for own in names if own != PLUGIN]
@@ -137,7 +138,7 @@ def test_only_verls_side_imports_verl(name):
 
 
 def test_patches_know_nothing_of_the_package():
-    """What a patch calls of it is handed in."""
+    """A function of the package that a patch calls is handed to it."""
     for name, file in FILES.items():
         if name.startswith("verl_patches"):
             assert {i.split(".")[0] for i in imports(file)}.isdisjoint({"megatrain_rl"}), name
@@ -153,7 +154,7 @@ def test_one_home_for_streams_and_pinning():
 
 
 def test_rooms_say_who_lives_there():
-    """A package's docstring or README."""
+    """Each package has a docstring or a README."""
     folders = {f.parent for name, f in FILES.items() if f.parent != PACKAGE}
     for folder in folders:
         said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

@@ -1,4 +1,7 @@
-"""Builders for the plug-in tests: a tiny model on disk, batches in VERL's layouts, engines, and a plain HF oracle."""
+"""Builders for the plug-in's tests: VERL's config, a tiny model on disk, batches in VERL's layouts, engines, an oracle.
+
+The oracle is a plain HF model with autograd and torch's AdamW.
+"""
 
 import functools
 from typing import Any
@@ -8,6 +11,36 @@ from tensordict import TensorDict
 from torch import Tensor
 
 VOCAB = 300
+
+# The two ways to select the strategy: by VERL's group of config files, or by name on VERL's default one.
+OURS = ["model_engine=megatrain"]
+DP = ["actor_rollout_ref.actor.strategy=megatrain", "actor_rollout_ref.ref.strategy=megatrain"]
+# The settings that every run of GRPO has to make.
+RUN = [
+    "algorithm.adv_estimator=grpo",
+    "trainer.n_gpus_per_node=1",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+]
+
+
+def composed(*overrides: str, name: str = "ppo_trainer"):
+    """VERL's config with these overrides, as Hydra composes it in the driver."""
+    import verl  # noqa: F401  (loads the plug-in)
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(name, overrides=list(overrides))
+
+
+def validate(*overrides: str):
+    """The config of a run with these overrides, after the checks that VERL's main makes of it, ours included."""
+    from verl.utils.config import validate_config
+
+    config = composed(*RUN, *overrides)
+    validate_config(config, use_reference_policy=config.actor_rollout_ref.actor.use_kl_loss, use_critic=False)
+    return config
 
 
 def save_tiny_model(path: str, *, layers: int = 3, tied: bool = False) -> str:
@@ -81,7 +114,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def v1_batch(rows: list[dict[str, Tensor]], **settings: Any) -> TensorDict:
-    """As the v1 trainer sends it: everything nested, no attention mask."""
+    """A batch as the v1 trainer sends it: everything is nested, and there is no attention mask."""
     from verl.utils import tensordict_utils as tu
 
     tensors = {key: jagged([row[key] for row in rows]) for key in rows[0]}
@@ -92,7 +125,7 @@ def v1_batch(rows: list[dict[str, Tensor]], **settings: Any) -> TensorDict:
 
 
 def v0_batch(rows: list[dict[str, Tensor]], **settings: Any) -> TensorDict:
-    """As the v0 trainer sends it: prompts padded left, responses right, then `left_right_2_no_padding`."""
+    """A batch as the v0 trainer sends it: prompts padded left, responses right, then `left_right_2_no_padding`."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
 
@@ -115,7 +148,7 @@ def v0_batch(rows: list[dict[str, Tensor]], **settings: Any) -> TensorDict:
 
 
 def sft_batch(rows: list[dict[str, Tensor]], **settings: Any) -> TensorDict:
-    """As the SFT trainer sends it: nested, `loss_mask` over the full length."""
+    """A batch as the SFT trainer sends it: nested, with `loss_mask` over the full length."""
     from verl.utils import tensordict_utils as tu
 
     tensors = {
@@ -212,7 +245,7 @@ class Oracle:
 
 
 def weights(engine) -> dict[str, Tensor]:
-    """What a weight sync would send."""
+    """The weights that a weight sync would send, in fp32."""
     tensors, adapter = engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
     assert adapter is None
     return {name: tensor.float().clone() for name, tensor in tensors}

@@ -20,7 +20,7 @@ for name, value in {
 
 @pytest.fixture(scope="session", autouse=True)
 def cpu_platform():
-    """Also when another test made VERL choose its platform before the environment above was set."""
+    """VERL's platform is the CPU, even if another test made VERL choose one before the environment above was set."""
     import verl  # noqa: F401  (loads the plug-in, which registers the platform)
     from verl.plugin.platform.platform_manager import PlatformRegistry, set_platform
 

@@ -1,8 +1,9 @@
-"""Every change to code of other libraries: one file per limit, listed with its facts in README.md.
+"""Every change to code of other libraries is here: one file per limit of theirs, all listed in README.md.
 
-A patch wraps (wrap.py) and never copies a body. It is applied when its module is imported, in tested versions only (versions.py), and it
-changes something only in a run of ours (ours.py). A name that is missing in a tested version raises. Nothing here imports megatrain_rl:
-what a patch calls there is handed to `install` by megatrain_rl.verl_plugin.register.
+A patch wraps a function (wrap.py) and never copies a body. It is applied when its module is imported, in tested
+versions only (versions.py), and it changes something only in a run of ours (ours.py). A name that is missing in a
+tested version raises. Nothing here imports megatrain_rl: functions of it that a patch calls are handed to `install` by
+megatrain_rl.verl_plugin.register.
 """
 
 import functools
@@ -35,8 +36,12 @@ def install(
     attach_monitor: Callable[[Any, dict[str, Any]], object],
     found: Mapping[str, str] | None = None,
 ) -> None:
-    """Have every patch applied when its module is imported. prepare, check_overrides, attach_monitor: see before_ray.py, hydra_overrides.py
-    and tracking_monitor.py. found: versions that take the place of the installed ones."""
+    """Have every patch applied when its module is imported.
+
+    on_import: registers a hook for a module's import (post_import.py).
+    prepare, check_overrides, attach_monitor: see before_ray.py, hydra_overrides.py and tracking_monitor.py.
+    found: versions that take the place of the installed ones.
+    """
     for patch in PATCHES:
         if versions.hold(patch.VERSIONS, found):
             for module, apply in hooks(patch).items():
@@ -47,7 +52,10 @@ def install(
 
 
 def hooks(patch: ModuleType) -> dict[str, Hook]:
-    """What a patch does, by the module that it waits for: HOOKS where several change together, else its one MODULE and `apply`."""
+    """A patch's hooks, by the module that each waits for.
+
+    A patch that changes several modules together has HOOKS; any other has one MODULE and `apply`.
+    """
     return getattr(patch, "HOOKS", None) or {patch.MODULE: patch.apply}
 
 

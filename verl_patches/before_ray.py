@@ -1,8 +1,11 @@
 """A run of ours is checked, and its open settings are filled in, before Ray starts.
 
-Symptom: what a strategy does not support, or cannot work out itself, shows minutes later in one of Ray's processes, as a page of Ray's text.
-Cause: VERL's mains check the config in `validate_config`, in the driver and before anything is built; a plug-in has no hook there.
-Upstream: verl 0.9.1, trainer/main_ppo.py:176 and main_ppo_v0.py (`validate_config`), utils/config.py:71. No issue known.
+Symptom: a setting that the strategy does not support, or cannot work out itself, fails minutes later in one of Ray's
+    processes, with a page of Ray's text.
+Cause: VERL's mains check the config in `validate_config`, in the driver and before anything is built. A plug-in has no
+    hook there.
+Upstream: verl 0.9.1, trainer/main_ppo.py:176 and main_ppo_v0.py (`validate_config`), utils/config.py:71. No issue
+    known.
 Remove when: VERL asks an engine, or a plug-in, to check the config of a run.
 """
 
@@ -18,7 +21,10 @@ VERSIONS = {"verl": TESTED_VERL}
 
 
 def apply(module: ModuleType, prepare: Callable[[Any], None]) -> None:
-    """prepare: called with the config of every run, ahead of VERL's own check; it leaves runs of other strategies alone."""
+    """Have `prepare` called with the config of every run, ahead of VERL's own check.
+
+    `prepare` has to leave runs of other strategies alone.
+    """
 
     def validate_config(validate, config, *args, **kwargs):
         prepare(config)

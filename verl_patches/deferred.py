@@ -1,4 +1,7 @@
-"""Deferred: a call that is put off, made on a thread of its own, and over before anybody needs what it makes."""
+"""Deferred: a call that is put off, then made on a thread of its own, and waited for before its effect is needed.
+
+Used by transfer_queue_start.py, and by our trainer for the import of the rollout server.
+"""
 
 import threading
 from collections.abc import Callable
@@ -6,19 +9,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class Deferred:
-    """One call at a time. name: of the thread."""
+    """It holds one call at a time. name: the thread's name."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
         self._name = name
         self._call: Callable[[], object] | None = None
         self._future: Future[object] | None = None
         self._thread: int | None = None
 
     def put_off(self, call: Callable[[], object]) -> None:
+        """Keep `call` for later."""
         self._call = call
 
     def begin(self) -> None:
-        """Make the call that was put off; nothing without one."""
+        """Start the call that was put off, if there is one."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -27,11 +31,14 @@ class Deferred:
         executor.shutdown(wait=False)
 
     def forget(self) -> None:
-        """The call that was put off and has not begun will not be needed."""
+        """Drop a call that was put off and has not begun."""
         self._call = None
 
     def finish(self) -> None:
-        """Until the call has ended, begun now if it was not; raises its error, once. Within the call itself: nothing."""
+        """Wait until the call has ended, and start it now if it has not begun. Its error is raised here, once.
+
+        Within the call itself `finish` returns at once.
+        """
         if self._thread == threading.get_ident():
             return
         self.begin()

@@ -1,7 +1,7 @@
 """vLLM does not turn answers into text that nobody reads.
 
-Symptom: with many answers at once the process of the vLLM server is busy with Python work for every token, and generation waits for it:
-    57 us a token on one core, 24 without text (recipes/records/vllm_output_cost_cpu.json).
+Symptom: with many answers at once the process of the vLLM server is busy with Python work for every token, and
+    generation waits for it: 57 us a token on one core, 24 without text (recipes/records/vllm_output_cost_cpu.json).
 Cause: the server hands token ids to vLLM and takes token ids from it, but leaves `detokenize` at vLLM's default, true.
 Upstream: verl 0.9.1, workers/rollout/vllm_rollout/vllm_async_server.py:634, vLLMHttpServer.generate. No issue known.
 Remove when: the server asks for no text.

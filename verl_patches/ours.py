@@ -1,13 +1,15 @@
-"""Whether a run, a rollout or this process belongs to strategy `megatrain`: the one home of that question.
+"""Does a run, a rollout or this process belong to strategy `megatrain`? This is the one home of that question.
 
-A patch changes something only where the answer is yes, so that a run of another strategy is the same with the plug-in installed.
+A patch changes something only if the answer is yes, so that a run of another strategy is the same with the plug-in
+installed.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 STRATEGY = "megatrain"
-# The names in VERL's trainer registry of its trainers with ours on top, by VERL's own (megatrain_rl/verl_plugin/task_runner).
+# VERL's name of a trainer, and the name of our subclass of it, in VERL's registry of trainers. The subclasses are in
+# megatrain_rl/verl_plugin/task_runner.
 TRAINERS = {"sync": "megatrain_sync", "colocate_async": "megatrain_colocate_async"}
 # `rollout.custom` is VERL's place for settings that it does not know; this key in it marks a rollout of ours.
 _ROLLOUT_KEY = "megatrain_rl"
@@ -16,7 +18,7 @@ _engine_lives_here = False
 
 
 def our_roles(config: Mapping[str, Any] | None) -> set[str]:
-    """The parts of VERL's config, of RL or of SFT, that ask for strategy megatrain: actor, ref, critic, engine."""
+    """Which parts of VERL's config ask for strategy megatrain: actor, ref and critic in RL, engine in SFT."""
     config = config or {}
     roles = config.get("actor_rollout_ref") or {}
     parts = {"actor": roles.get("actor"), "ref": roles.get("ref"), "critic": config.get("critic")}
@@ -30,7 +32,7 @@ def is_ours(config: Mapping[str, Any] | None) -> bool:
 
 
 def marked(custom: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`rollout.custom` of a rollout of ours: what the user has there, and the mark."""
+    """The value of `rollout.custom` in a run of ours: the user's own entries, and our mark."""
     return {**(custom or {}), _ROLLOUT_KEY: True}
 
 
@@ -40,11 +42,11 @@ def is_our_rollout(rollout: Any) -> bool:
 
 
 def note_engine() -> None:
-    """The trainer's engine is built in this process."""
+    """Remember that an engine of ours is built in this process."""
     global _engine_lives_here
     _engine_lives_here = True
 
 
 def engine_lives_here() -> bool:
-    """Whether this is the process of a trainer of ours."""
+    """Whether an engine of ours was built in this process."""
     return _engine_lives_here

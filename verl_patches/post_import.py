@@ -1,8 +1,8 @@
-"""`on_import(name, hook)`: run a hook right after a module was imported, without importing it.
+"""`on_import(name, hook)` runs a hook right after a module was imported, and does not import the module itself.
 
-The plug-in is loaded in every process that imports verl, most of which never need an engine; so nothing of ours may
-pull modules in. A hook that raises makes the import of its module raise: VERL swallows a failing plug-in, but not a failing
-`import verl.workers.engine`. Used by register.py only.
+The plug-in is loaded in every process that imports verl, and most of these never need an engine, so nothing of ours may
+import what it changes. A hook that raises makes the import of its module raise: VERL swallows a failing plug-in, but
+not a failing `import verl.workers.engine`. Used by megatrain_rl/verl_plugin/register.py only.
 """
 
 import importlib.abc
@@ -12,13 +12,15 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+from verl_patches.wrap import wrap
+
 Hook = Callable[[ModuleType], None]
 
 
 class _PostImportFinder(importlib.abc.MetaPathFinder):
-    """First on sys.meta_path; steps aside for every module without pending hooks."""
+    """The first finder on sys.meta_path. It finds nothing itself but modules with pending hooks."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.pending: dict[str, list[Hook]] = {}
         self._resolving: set[str] = set()
 
@@ -32,15 +34,14 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
             self._resolving.discard(name)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
+        def exec_module(execute: Hook, module: ModuleType) -> None:
             execute(module)
             for hook in self.pending.get(name, ()):
                 hook(module)
             self.pending.pop(name, None)  # after an error they wait for the next try
 
-        spec.loader.exec_module = exec_module
+        wrap(spec.loader, "exec_module", exec_module, patch=__name__)
         return spec
 
 
@@ -48,10 +49,12 @@ _finder = _PostImportFinder()
 
 
 def on_import(name: str, hook: Hook) -> None:
-    """Call `hook(module)` now if `name` is imported, else right after its import."""
+    """Call `hook(module)` now if `name` is imported already, else right after its import."""
     module = sys.modules.get(name)
     if module is not None:
-        if module.__spec__._initializing:
+        spec = module.__spec__
+        assert spec is not None, f"{name} was not imported"
+        if spec._initializing:  # type: ignore[attr-defined]  # importlib's private flag; README.md lists it
             raise RuntimeError(f"{name} is just being imported: too late for a hook after its import")
         hook(module)
         return

@@ -1,8 +1,8 @@
-"""Process groups on a CPU platform.
+"""VERL can open its process groups on a CPU platform.
 
 Symptom: `ValueError: Duplicate device type cpu in backend string: cpu:gloo,cpu:gloo` when a worker or the SFT trainer
     starts.
-Cause: both functions build `cpu:gloo,<device>:<its backend>`, and the device is the CPU.
+Cause: both functions that open the group build `cpu:gloo,<device>:<its backend>`, and the device is the CPU.
 Upstream: verl 0.9.1, verl/utils/distributed.py:63 and :89. No issue known.
 Remove when: VERL builds the string without the duplicate.
 """
@@ -10,6 +10,7 @@ Remove when: VERL builds the string without the duplicate.
 import contextlib
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch.distributed
 
@@ -33,13 +34,13 @@ def apply(module: ModuleType) -> None:
 
 @contextlib.contextmanager
 def _each_backend_once() -> Iterator[None]:
-    """Within, `init_process_group` drops repeated parts of its backend string. Other strings stay as they are."""
+    """Within, torch's `init_process_group` drops repeated parts of its backend string. Other strings stay the same."""
     init = torch.distributed.init_process_group
 
-    def init_process_group(backend=None, **kwargs):
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         if backend is not None:
             backend = ",".join(dict.fromkeys(backend.split(",")))
-        return init(backend=backend, **kwargs)
+        init(backend, *args, **kwargs)
 
     torch.distributed.init_process_group = init_process_group
     try:

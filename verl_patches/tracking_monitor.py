@@ -1,8 +1,10 @@
-"""VERL's SFT trainer and its older RL trainer log what our monitor measures too.
+"""VERL's SFT trainer and its older RL trainer also log what our monitor measures.
 
-Symptom: no memory, no wait for the optimizer and no record of a run but in RL by VERL's v1 trainers, where our own trainer takes part.
-Cause: these trainers make their logger in the middle of their main method and are no classes that a plug-in may replace.
-Upstream: verl 0.9.1, trainer/sft_trainer.py:313, trainer/ppo/ray_trainer.py:1419, utils/tracking.py:61 (`Tracking`). No issue known.
+Symptom: a run has no figures of memory, no wait for the optimizer and no record, except in RL with VERL's v1 trainers,
+    which our own trainer extends.
+Cause: these trainers make their logger in the middle of their main method, and a plug-in cannot replace their classes.
+Upstream: verl 0.9.1, trainer/sft_trainer.py:313, trainer/ppo/ray_trainer.py:1419, utils/tracking.py:61 (`Tracking`). No
+    issue known.
 Remove when: VERL's logger takes backends from plug-ins, or its SFT trainer comes from a registry.
 """
 
@@ -19,7 +21,7 @@ VERSIONS = {"verl": TESTED_VERL}
 
 
 def apply(module: ModuleType, attach: Callable[[Any, dict[str, Any]], object]) -> None:
-    """attach: called with each logger of a run of ours that no trainer of ours makes, and the run's config."""
+    """Have `attach` called with a new logger and its config, in a run of ours whose trainer does not do so itself."""
 
     def make(init, self, project_name, experiment_name, default_backend="console", config=None):
         init(self, project_name, experiment_name, default_backend, config)

@@ -1,12 +1,14 @@
-"""TransferQueue starts beneath the wait for the trainer's process.
+"""TransferQueue starts while VERL's task runner waits for the trainer's process.
 
-Symptom: a run's start waits 24 s (16 cores) for TransferQueue, a controller and then its storage units, before anything else begins.
+Symptom: a run's start waits 24 s (16 cores) for TransferQueue, a controller and then its storage units, before anything
+    else begins.
 Cause: VERL's task runner asks for it first of all, and uses it last.
 Upstream: verl 0.9.1, trainer/main_ppo.py:148, TaskRunnerV1.run. No issue known.
 Remove when: VERL starts it beside its other parts.
 
-Only the start by the task runner of a run whose trainer is ours is put off: that trainer begins it, and has it end before the queue is used.
-A process that joins the queue, and a user's code that uses it early, wait for it as they would for any start.
+The start is put off only in the task runner of a run whose trainer is ours. That trainer begins the start, and waits
+for its end before the queue is used. A process that joins the queue, and a user's code that uses it early, wait for it
+as they would for any start.
 """
 
 import functools
@@ -24,7 +26,8 @@ VERSIONS = {"verl": TESTED_VERL, "TransferQueue": ">=0.1.10,<0.2"}
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-start = Deferred("transfer-queue")  # of this process's queue
+# The start of this process's queue.
+start = Deferred("transfer-queue")
 
 
 def apply(module: ModuleType) -> None:
@@ -35,7 +38,7 @@ def apply(module: ModuleType) -> None:
         start.finish()
         return start_now(conf)
 
-    def client(make_client, conf=None):  # what every use of the queue begins with
+    def client(make_client, conf=None):  # every use of the queue begins with this call
         start.finish()
         return make_client(conf)
 
@@ -44,7 +47,7 @@ def apply(module: ModuleType) -> None:
 
 
 def _our_trainer_follows(conf: "DictConfig") -> bool:
-    """conf: `transfer_queue` of VERL's config, and so a node of it."""
+    """Whether a trainer of ours will use the queue. conf: `transfer_queue` in VERL's config, a node of the whole."""
     from omegaconf import OmegaConf
 
     return OmegaConf.select(conf._get_root(), "trainer.v1.trainer_mode") in TRAINERS.values()

@@ -1,11 +1,12 @@
-"""On a VERL that was not tested, a run of ours is refused in one line, and no other run notices the plug-in.
+"""On a VERL version that was not tested, a run of ours is refused in one line, and no other run notices the plug-in.
 
-Symptom: none upstream; a plug-in on a VERL whose fields have moved would train with what it misreads.
-Cause: VERL loads every installed plug-in, whatever version either has.
+Symptom: none upstream. On a VERL whose config fields have moved, our plug-in would misread settings and train with
+    them.
+Cause: VERL loads every installed plug-in, whatever the version of either.
 Upstream: verl, __init__.py, entry points of the group `verl.plugins`.
-Remove when: never; it is the other side of every gate.
+Remove when: never. The patches are gated by version, and this says so where the gates are closed.
 
-Nothing may fail here for runs of others: a name that is missing in that version is passed over.
+Nothing may fail here for runs of other strategies: a name that is missing in that version is passed over.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ _CHOICES = tuple(
 
 
 def message() -> str:
+    """The one line of the refusal."""
     found = versions.installed("verl") or "of unknown version"
     return (
         f"strategy {STRATEGY} is tested with verl{versions.TESTED_VERL} and the installed verl is {found}: "
@@ -38,6 +40,7 @@ def message() -> str:
 
 
 def install(on_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
+    """Refuse a run of ours at the first of three places that it reaches: command line, config check, engine."""
     on_import("hydra._internal.config_loader_impl", _passing_over(_refuse_overrides))
     on_import("verl.utils.config", _passing_over(_refuse_config))
     on_import("verl.workers.engine", _passing_over(_refuse_engine))
@@ -68,7 +71,7 @@ def _refuse_overrides(module: ModuleType) -> None:
 
 
 def _refuse_config(module: ModuleType) -> None:
-    def validate_config(validate, *args, **kwargs):
+    def validate_config(validate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ours: set[str] = set()
         with contextlib.suppress(Exception):  # a config of another form is not ours to judge
             ours = our_roles(kwargs["config"] if "config" in kwargs else args[0])
@@ -80,10 +83,13 @@ def _refuse_config(module: ModuleType) -> None:
 
 
 def _refuse_engine(module: ModuleType) -> None:
-    """For trainers that check nothing before, as VERL's SFT trainer on a config file."""
+    """Register an engine that refuses to be built, for trainers that check nothing before.
 
-    class RefusedEngine(module.BaseEngine):
-        def __init__(self, *args: Any, **kwargs: Any):
-            raise ValueError(message())
+    VERL's SFT trainer with a config file is one.
+    """
 
-    module.EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=["cuda", "cpu"])(RefusedEngine)
+    def refuse(self: object, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(message())
+
+    refused = type("RefusedEngine", (module.BaseEngine,), {"__init__": refuse})
+    module.EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=["cuda", "cpu"])(refused)

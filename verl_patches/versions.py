@@ -1,11 +1,12 @@
-"""The versions that were tested, and the gate of every patch."""
+"""The tested versions, and the check by which a patch is applied in these only: its gate."""
 
 from collections.abc import Mapping
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-# The same as in pyproject.toml. Exactly what the tests run with: fields of VERL's configs have moved between two patch releases.
+# The same as in pyproject.toml: exactly the version that the tests run with. Fields of VERL's configs have moved
+# between two patch releases.
 TESTED_VERL = "==0.9.1"
 
 
@@ -18,7 +19,9 @@ def installed(name: str) -> str | None:
 
 
 def hold(versions: Mapping[str, str], found: Mapping[str, str] | None = None) -> bool:
-    """Whether every distribution is installed in a version within its range. A pre-release is only within a range that names it.
+    """Whether every distribution is installed in a version within its range.
+
+    A pre-release is within a range only if the range names it.
 
     found: versions that take the place of the installed ones.
     """

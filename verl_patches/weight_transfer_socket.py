@@ -1,13 +1,15 @@
-"""Runs beside each other on one machine have weight-transfer sockets of their own.
+"""Two runs on one machine have weight-transfer sockets of their own.
 
-Symptom: two runs, each on a GPU of its own, and weights of the one reach the engine of the other, or a sync ends after the time limit.
-Cause: the socket in /tmp is named by Ray's job id, and every local Ray cluster counts its jobs from 01000000; whoever binds later removes
-    the other's socket.
-Upstream: verl 0.9.1, workers/rollout/vllm_rollout/vllm_rollout.py:141 (sender) and vllm_async_server.py:143 (what the receiver reads in
-    vLLM's worker, its child). No issue known.
+Symptom: with two runs, each on a GPU of its own, weights of one run reach the engine of the other, or a weight sync
+    ends after the time limit.
+Cause: the socket in /tmp is named by Ray's job id, and every local Ray cluster counts its jobs from 01000000. The run
+    that binds later removes the other's socket.
+Upstream: verl 0.9.1, workers/rollout/vllm_rollout/vllm_rollout.py:141 (sender) and vllm_async_server.py:143 (the
+    variable that the receiver reads in vLLM's worker, a child of the server). No issue known.
 Remove when: the name is unique on the machine.
 
-Ray's id of the node is: the sender and its engine share a node, and no two nodes have one id. Both sides are changed, and only together.
+The patch adds Ray's node id, which is unique: the sender and its engine share a node, and no two nodes have the same
+id. Both sides are changed, and only together.
 """
 
 import os
@@ -18,9 +20,9 @@ from verl_patches.versions import TESTED_VERL
 from verl_patches.wrap import wrap
 
 VERSIONS = {"verl": TESTED_VERL}
-# What the server hands on to its engine's processes, as the job's id.
+# In this variable the server hands the job's id on to its engine's processes.
 VARIABLE = "VERL_RAY_JOB_ID"
-# Of 56 letters; a socket's path may have 107.
+# A node's id has 56 letters, and a socket's path may have 107 in all.
 _NODE_LETTERS = 16
 
 
@@ -48,7 +50,7 @@ def apply_to_server(module: ModuleType) -> None:
 
 
 def ids() -> tuple[str, str]:
-    """Ray's id of the job, and one that no other run on this machine has."""
+    """Ray's id of the job, and an id that no other run on this machine has."""
     import ray
 
     context = ray.get_runtime_context()

@@ -1,9 +1,11 @@
-"""A weight sync to a rollout engine that has died ends, with an error; and so does one whose bucket is too small, naming the setting.
+"""A weight sync to a dead rollout engine ends with an error, and one whose bucket is too small names the setting.
 
-Symptom: the engine's process dies (or fails while it loads weights); the run then stays in `update_weights` for ever, without a message.
-    Where there is no CUDA IPC, a tensor larger than the bucket is an assertion that names a setting which does not exist.
+Symptom: the engine's process dies, or fails while it loads weights, and the run stays in `update_weights` for ever,
+    without a message. Without CUDA IPC, a tensor larger than the bucket fails an assertion that names a setting which
+    does not exist.
 Cause: the sender waits on its socket without a limit, for an answer that only the engine's worker sends.
-Upstream: verl 0.9.1, workers/rollout/vllm_rollout/bucketed_weight_transfer.py: BucketedWeightSender._init_socket and every `recv`. No issue known.
+Upstream: verl 0.9.1, workers/rollout/vllm_rollout/bucketed_weight_transfer.py: BucketedWeightSender._init_socket and
+    every `recv`. No issue known.
 Remove when: the sender has a time limit of its own.
 """
 
@@ -17,13 +19,17 @@ from verl_patches.wrap import wrap
 MODULE = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
 VERSIONS = {"verl": TESTED_VERL}
 
-# Until the engine's worker connects, and of every answer after that, so of loading one bucket; seconds. A healthy one takes a second or two.
+# Seconds until the engine's worker connects, and seconds until every answer after that, so for loading one bucket. A
+# healthy engine takes a second or two.
 LIMIT_SECONDS = 30.0
 LIMIT_VARIABLE = "MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT"
 
 
 def limit_seconds() -> float:
-    """LIMIT_SECONDS, or what MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT says."""
+    """The limit in seconds: MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT if it is set, else LIMIT_SECONDS.
+
+    A ValueError if the variable is no number above 0.
+    """
     given = os.environ.get(LIMIT_VARIABLE)
     try:
         limit = LIMIT_SECONDS if given is None else float(given)
@@ -53,15 +59,16 @@ def apply(module: ModuleType) -> None:
             await send(self, weights)
         except zmq.Again as error:
             raise RuntimeError(
-                f"the rollout engine took no weights for {limit_seconds():g} s: it has died or hangs, its own error stands above. "
-                f"(Limit: {LIMIT_VARIABLE}.)"
+                f"the rollout engine took no weights for {limit_seconds():g} s: it has died or hangs, its own error "
+                f"stands above. (Limit: {LIMIT_VARIABLE}.)"
             ) from error
         except AssertionError as error:
             if "too large to fit in the bucket" not in str(error):
                 raise
             raise ValueError(
-                f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb} is smaller than a "
-                f"tensor, and without CUDA IPC a tensor has to fit: raise it. ({str(error).split('.Please')[0]})"
+                "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes="
+                f"{self.bucket_size_mb} is smaller than a tensor, and without CUDA IPC a tensor has to fit: raise it. "
+                f"({str(error).split('.Please')[0]})"
             ) from error
 
     wrap(module.BucketedWeightSender, "_init_socket", make_socket, patch=__name__)

@@ -1,19 +1,20 @@
-"""The one way in which a function of another library is changed, and the mark it then bears."""
+"""`wrap` is the one way in which a function of another library is changed. The function then bears a mark."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-# Attribute of a wrapped function: the names of the patches that went over it.
+# This attribute of a wrapped function has the names of the patches over it.
 MARK = "megatrain_rl_patches"
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any], *, patch: str) -> None:
-    """`owner.name`, a function of a module or a method of a class, becomes a call of `around(original, *arguments)`.
+    """Make `owner.name`, a function of a module or a method of a class, a call of `around(original, *arguments)`.
 
-    A method's object is the first of the arguments. `around` is a coroutine function if the original is one. A second call for the same
-    patch does nothing. AttributeError if the name is missing: then the patch does not fit this version.
+    The object whose method is called is the first of the arguments. `around` must be a coroutine function if the
+    original is one. A second call for the same patch does nothing. Raises AttributeError if the name is missing: then
+    the patch does not fit this version.
     """
     original = getattr(owner, name)
     raw = vars(owner).get(name, original)

@@ -1,1 +1,1 @@
-"""Hydra config groups (package data), found through verl_plugin/hydra_groups.py."""
+"""Hydra config groups as package data. verl_plugin/driver/hydra_groups.py adds this folder to Hydra's search path."""

@@ -1,10 +1,10 @@
-"""Writes what follows from the knobs: the yaml files that list them and the table in this folder's README.md.
+"""The yaml files that list the knobs, and the table in this folder's README.md, are written from the knobs.
 
-    python -m megatrain_rl.verl_plugin.knobs        writes them anew; a test holds the files against it
+    python -m megatrain_rl.verl_plugin.knobs        writes the files anew; a test compares them with this module
 
-The knobs' home is megatrain_rl/config.py (how the model is streamed) and config.py beside this file (what only a run by VERL has). Of a field's
-metadata, `help` is its description, `in_yaml` takes the default's place in the file, `in_rl` is the default in RL, and `derived` fields
-follow from other settings.
+A knob is a field of a config class: in megatrain_rl/config.py (how the model is streamed) or in config.py beside this
+file (what only a run by VERL has). In a field's metadata, `help` is its description, `in_yaml` takes the default's
+place in the file, `in_rl` is the default in RL, and `derived` marks a field that follows from other settings.
 """
 
 import dataclasses
@@ -81,14 +81,14 @@ def table() -> str:
 
 
 def readme() -> str:
-    """The README with today's table."""
+    """The text of the README, with the table written anew."""
     before, _, rest = README.read_text().partition(TABLE_BEGINS)
     _, _, after = rest.partition(TABLE_ENDS)
     return f"{before}{TABLE_BEGINS}\n{table()}{TABLE_ENDS}{after}"
 
 
 def written() -> dict[Path, str]:
-    """Every file that follows from the knobs, as it should be."""
+    """Every file that follows from the knobs, with the text that it should have."""
     return {ENGINE_YAML: engine_yaml(), REFERENCE_YAML: reference_yaml(), README: readme()}
 
 

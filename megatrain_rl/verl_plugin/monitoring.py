@@ -1,9 +1,11 @@
-"""VERL's logger gets what VERL does not measure, and the run its record: a RunMonitor behind VERL's `Tracking`.
+"""A RunMonitor behind VERL's logger (`Tracking`) adds the metrics that VERL lacks and writes the run's record.
 
-`attach` is called in the process that logs: by our trainer in RL (task_runner/trainer.py), by a patch in SFT and in VERL's older trainer
-(verl_patches/tracking_monitor.py). The folder is `trainer.default_local_dir`/megatrain. Invariant: nothing here stops a training.
+`attach` is called in the process that logs: by our trainer in RL (task_runner/trainer.py), by a patch in SFT and in
+VERL's older trainer (verl_patches/tracking_monitor.py). The record's folder is `trainer.default_local_dir`/megatrain.
+Invariant: no error in here stops a training.
 
-Seconds of stages are VERL's timing_s/*, tokens/s without padding its perf/throughput; neither is repeated under another name.
+VERL itself logs the seconds of stages (timing_s/*) and tokens/s without padding (perf/throughput); neither is repeated
+under another name.
 """
 
 import logging
@@ -20,7 +22,7 @@ from megatrain_rl.watch.processes import RunProcesses
 log = logging.getLogger(__name__)
 
 FOLDER = "megatrain"
-# What the engine reports, seconds since the start, of several mini-batches the last (engine/engine.py); and what becomes of it
+# The engine's metrics in seconds since the start (engine/engine.py), and the names of their differences per step.
 _WAITED = {
     "actor/optimizer_wait_s/max": report.OPTIMIZER_WAIT,
     "actor/weight_sync_wait_s/max": report.SYNC_WAIT,
@@ -39,7 +41,7 @@ _STEP_KEYS = ("training/global_step", "train/loss")
 
 
 class StepLog:
-    """What VERL logs of a step, in a RunMonitor's words, and back."""
+    """Hands each step that VERL logs to a RunMonitor, and adds the monitor's metrics to it."""
 
     def __init__(self, monitor: RunMonitor):
         self._monitor = monitor
@@ -47,7 +49,7 @@ class StepLog:
         self._waited_s = dict.fromkeys(_WAITED, 0.0)
 
     def add(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """What to log instead of `data`: the same and ours. As given after an error."""
+        """The metrics to log instead of `data`: the same and ours. After an error, `data` as it was given."""
         if not self._readable:
             return data
         try:
@@ -73,7 +75,7 @@ class StepLog:
 
 
 def watch_memory() -> MemoryWatch:
-    """Sampling of this run's memory, begun."""
+    """Begin to sample the memory of this run's processes and GPU."""
     return MemoryWatch(RunProcesses(), open_gpus()).start()
 
 
@@ -84,8 +86,10 @@ def attach(
     watch: MemoryWatch | None = None,
     startup_s: dict[str, float] | None = None,
 ) -> bool:
-    """Have `tracking`, a logger of VERL's, watched; whether it is. config: VERL's, with every value resolved. watch: goes on sampling;
-    None: sampling begins here."""
+    """Put a RunMonitor behind `tracking`, a logger of VERL's. Returns whether that worked; a failure is only logged.
+
+    config: VERL's config with every value resolved. watch: the sampling that goes on; with None it begins here.
+    """
     try:
         monitor = RunMonitor(
             Path(config["trainer"]["default_local_dir"]) / FOLDER,
@@ -99,7 +103,8 @@ def attach(
         if watch is not None:
             watch.stop()
         return False
-    # a class of its own and not attributes of the object, which would be a circle: VERL's logger finishes when it is collected
+    # The object gets a class of its own. Methods set on the object would refer back to it and so form a cycle, but
+    # VERL's logger finishes when the last reference to it goes.
     tracking.step_log = StepLog(monitor)
     tracking.__class__ = _watched(type(tracking))
     return True
@@ -118,7 +123,7 @@ def _watched(tracking: type) -> type:
 
 
 def gpu_budget_gb(config: Mapping[str, Any]) -> float:
-    """What is in force in a run of ours; one whose config lacks the setting (model_engine=dp) has the default."""
+    """The GPU budget of a run of ours in GB. A config without the setting (model_engine=dp) has the default."""
     actor = (config.get("actor_rollout_ref") or {}).get("actor") or {}
     engine = config.get("engine") or {}
     default = StreamConfig().gpu_budget_gb

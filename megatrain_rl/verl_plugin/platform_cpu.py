@@ -1,6 +1,6 @@
-"""A CPU platform for VERL, which ships only accelerators: chosen by VERL_PLATFORM=cpu, never detected.
+"""A CPU platform for VERL, which itself has accelerators only. VERL_PLATFORM=cpu chooses it; it is never detected.
 
-`ray_resource_name` is "GPU" because VERL's resource check counts only GPUs and NPUs: a CPU run gives Ray logical ones
+`ray_resource_name` is "GPU" because VERL's resource check counts only GPUs and NPUs. A CPU run gives Ray a logical GPU
 with `+ray_kwargs.ray_init.num_gpus=1`. Imported by register.py when VERL's platform registry exists.
 """
 
@@ -14,7 +14,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 class _CpuDeviceModule(types.ModuleType):
-    """torch.cpu plus what VERL calls of torch.cuda; there is no device memory, so its figures are 0."""
+    """torch.cpu, and those functions of torch.cuda that VERL calls. There is no device memory, so its figures are 0."""
 
     def __getattr__(self, name: str):
         return getattr(torch.cpu, name)
@@ -22,21 +22,26 @@ class _CpuDeviceModule(types.ModuleType):
 
 def _device_module() -> types.ModuleType:
     module = _CpuDeviceModule("megatrain_rl_cpu_device")
-    for name in ("empty_cache", "ipc_collect", "synchronize", "set_device", "reset_peak_memory_stats"):
-        setattr(module, name, lambda *args, **kwargs: None)
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        setattr(module, name, lambda *args, **kwargs: 0)
-    module.manual_seed = module.manual_seed_all = torch.manual_seed
-    module.mem_get_info = lambda *args, **kwargs: (0, 0)
-    module.is_available = lambda: True
-    module.device_count = lambda: 1
-    module.current_device = lambda: "cpu"
-    module.get_device_name = lambda *args, **kwargs: "cpu"
+    do_nothing = ("empty_cache", "ipc_collect", "synchronize", "set_device", "reset_peak_memory_stats")
+    figures = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    vars(module).update(
+        **dict.fromkeys(do_nothing, lambda *args, **kwargs: None),
+        **dict.fromkeys(figures, lambda *args, **kwargs: 0),
+        manual_seed=torch.manual_seed,
+        manual_seed_all=torch.manual_seed,
+        mem_get_info=lambda *args, **kwargs: (0, 0),
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: "cpu",
+        get_device_name=lambda *args, **kwargs: "cpu",
+    )
     return module
 
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
+    """VERL's questions about a device, answered for a machine without one."""
+
     device_name = "cpu"
     vendor_name = "cpu"
     device_module = _device_module()
@@ -47,8 +52,8 @@ class PlatformCPU(PlatformBase):
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         return False
 
-    def current_device(self) -> str:
-        # VERL does `tensor.to(get_device_id())`, where an int would mean an accelerator
+    # VERL calls `tensor.to(get_device_id())`, where the base class's int would mean an accelerator
+    def current_device(self) -> str:  # type: ignore[override]
         return "cpu"
 
     def device_count(self) -> int:

@@ -1,8 +1,9 @@
 """The `verl.plugins` entry point: VERL imports this module at the end of `import verl`, in every process.
 
-Invariants: cheap (only hooks are installed, no model code is imported), idempotent, no CUDA call, without effect on runs of other strategies.
-VERL reports a plug-in that raises at DEBUG level only, so a failure is printed here before it is raised; without our hooks the later look-up
-of the engine or of `model_engine=megatrain` fails too.
+Invariants: the import is cheap (only hooks are installed, no model code is imported), idempotent, makes no CUDA call
+and has no effect on runs of other strategies. VERL reports a plug-in that raises at DEBUG level only, so a failure is
+printed here before it is raised. Without our hooks VERL also fails later, when it looks for the engine or for
+`model_engine=megatrain`.
 """
 
 import sys
@@ -20,7 +21,7 @@ _installed = False
 
 
 def install() -> None:
-    """Install every hook once. Called at import below and by targets.py, which a yaml's `_target_` imports."""
+    """Install every hook, once. Called when this module is imported, and by targets.py."""
     global _installed
     if _installed:
         return
@@ -39,7 +40,7 @@ def install() -> None:
     _installed = True
 
 
-# ---- VERL's registries ----
+# ---- hooks that register our classes with VERL and Hydra ----
 
 
 def _register_cpu_platform(_: ModuleType) -> None:
@@ -73,7 +74,7 @@ def _add_config_groups(module: ModuleType) -> None:
     hydra_groups.add_search_path(module.Plugins.instance())
 
 
-# ---- what patches call; imported when they do ----
+# ---- calls that patches make; what they need is imported only then ----
 
 
 def _prepare(config: Any) -> None:

@@ -1,7 +1,8 @@
-"""What is not supported is refused here, in one line that names the setting: nothing is ignored silently.
+"""A run that asks for something unsupported is refused in one line that names the setting. Nothing is ignored silently.
 
-`check_run` sees VERL's whole config in the driver, before Ray starts; `check_engine` sees the worker's share of it and
-so also covers SFT and other entry points. Called by driver/prepare.py and engine/engine.py. Neither changes anything.
+`check_run` sees VERL's whole config in the driver, before Ray starts. `check_engine` sees the part that a worker gets,
+and so it covers SFT and other entry points too. Called by driver/prepare.py and engine/engine.py. Neither function
+changes anything.
 """
 
 from typing import Any
@@ -19,7 +20,10 @@ def _refuse(condition: bool, setting: str, value: Any, instead: str) -> None:
 
 
 def check_run(config: DictConfig) -> None:
-    """Raise one ValueError if a run asks for what its roles of ours do not have. Runs of other strategies pass."""
+    """Raise a ValueError if a run asks for something that our engine in one of its roles does not support.
+
+    A role is a part of VERL's config with a strategy of its own: actor, ref, critic. Runs of other strategies pass.
+    """
     ours = our_roles(config)
     _check_knobs_are_ours(config)
     if not ours:
@@ -35,7 +39,7 @@ def check_run(config: DictConfig) -> None:
     gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     _refuse(gpus > 1, "trainer.n_gpus_per_node x trainer.nnodes", gpus, "one GPU trains, set both to 1")
     for setting, (supported, instead) in _UNSUPPORTED.items():
-        # a config of another model engine lacks some of these nodes: absent means not asked for
+        # the config of another model engine lacks some of these settings; an absent one was not asked for
         value = OmegaConf.select(config, setting)
         _refuse(value is not None and value != supported, setting, value, instead)
     _check_adapter(config.actor_rollout_ref.model.lora_adapter_path, "actor_rollout_ref.model.")
@@ -43,6 +47,7 @@ def check_run(config: DictConfig) -> None:
     _check_order_of_a_run(config)
 
 
+# Setting: (the supported value, what to do instead of another one).
 _UNSUPPORTED = {
     "distillation.enabled": (False, "set it to false"),
     "actor_rollout_ref.actor.use_prefix_grouper": (False, "set it to false"),
@@ -60,7 +65,7 @@ _UNSUPPORTED = {
 
 
 def _check_knobs_are_ours(config: DictConfig) -> None:
-    """The streaming knobs under a role make its engine ours, whatever its strategy says."""
+    """Refuse another strategy in a role whose config has our streaming knobs: they already make its engine ours."""
     roles = config.actor_rollout_ref
     for role in ("actor", "ref"):
         if OmegaConf.select(roles, f"{role}.megatrain") is not None:
@@ -69,7 +74,7 @@ def _check_knobs_are_ours(config: DictConfig) -> None:
 
 
 def _check_reference(config: DictConfig) -> None:
-    """On a GPU the reference is the actor's own pipeline, or there is none."""
+    """Refuse a reference beside the trainer on a GPU: there the actor's engine is the reference, or there is none."""
     from verl.trainer.ppo.utils import need_reference_policy
 
     roles = config.actor_rollout_ref
@@ -113,11 +118,11 @@ def check_engine(
     load_contents: list[str],
     async_save: bool,
 ) -> None:
-    """Raise one ValueError if the worker's configs ask for what the engine does not have."""
+    """Raise a ValueError if the worker's configs ask for something that the engine does not support."""
     one_process = "one process trains, set trainer.n_gpus_per_node=1 (SFT: --nproc_per_node=1)"
     _refuse(world_size > 1, "world size", world_size, one_process)
     _refuse(model.lora_rank > 0, "model.lora_rank", model.lora_rank, "set it to 0, all parameters are trained")
-    rank = model.lora["rank"] if "rank" in model.lora else 0
+    rank = model.lora.get("rank", 0)
     _refuse(rank > 0, "model.lora.rank", rank, "set it to 0, all parameters are trained")
     _check_adapter(model.lora_adapter_path, "model.")
     _refuse(model.mtp.enable, "model.mtp.enable", True, "set it to false")

@@ -1,7 +1,7 @@
-"""What the yaml files under configs/ name as `_target_`.
+"""The names that the yaml files under configs/ give as `_target_`.
 
-VERL imports this module wherever it builds a config, in the driver and in the worker. The import registers the plug-in, even where VERL's entry
-points are switched off.
+VERL imports this module wherever it builds a config, in the driver and in the worker. The import registers the plug-in,
+even where VERL's entry points are switched off.
 """
 
 from megatrain_rl.verl_plugin import register

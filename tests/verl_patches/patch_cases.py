@@ -1,4 +1,4 @@
-"""What the tests of every patch ask: is it applied in tested versions only, and does it raise where a name is missing."""
+"""Every patch is tested for this: it is applied in tested versions only, and it raises if a name is missing there."""
 
 import types
 

@@ -6,7 +6,7 @@ import types
 import pytest
 import verl.utils.config as patched
 from patch_cases import OUTSIDE, asked, empty
-from test_plugin_config import OURS, RUN, composed, validate
+from verl_cases import OURS, RUN, composed, validate
 
 from verl_patches import before_ray
 
@@ -19,7 +19,7 @@ def test_defect_is_still_there():
 
 
 def test_patch_mends_it():
-    with pytest.raises(ValueError, match="trainer.n_gpus_per_node"):
+    with pytest.raises(ValueError, match=r"trainer\.n_gpus_per_node"):
         validate(*TWO_GPUS)
 
 

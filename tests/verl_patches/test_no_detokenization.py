@@ -1,4 +1,4 @@
-"""verl_patches/no_detokenization.py with a stand-in for vLLM, which is not installed beside these tests; with_vllm has the real one."""
+"""verl_patches/no_detokenization.py with a stand-in for vLLM; tests/with_vllm has the real one."""
 
 import asyncio
 import importlib.util
@@ -12,9 +12,9 @@ from verl_patches import no_detokenization, ours
 
 
 def made_by_server(patched: bool, *, mine: bool = True, **sampling) -> dict:
-    """What reaches vLLM's SamplingParams where VERL's server makes them. mine: whether the rollout is one of ours."""
+    """The arguments with which VERL's server makes SamplingParams. mine: whether the rollout is one of ours."""
 
-    class vLLMHttpServer:  # noqa: N801  (VERL's name)
+    class vLLMHttpServer:
         config = types.SimpleNamespace(custom=ours.marked(None) if mine else None)
 
         async def generate(self, prompt_ids, sampling_params, request_id, image_data=None):

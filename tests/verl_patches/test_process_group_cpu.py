@@ -29,7 +29,7 @@ def backends(monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_defect_is_still_there(backends, name):
-    with pytest.raises(ValueError, match="[Dd]uplicate"):
+    with pytest.raises(ValueError, match=r"[Dd]uplicate"):
         getattr(patched, name).__wrapped__()
     assert backends == ["cpu:gloo,cpu:gloo"]
 

@@ -1,4 +1,4 @@
-"""verl_patches/tracking_monitor.py: SFT's logger cannot be replaced, the patch has it watched; nothing else is; gate."""
+"""verl_patches/tracking_monitor.py: SFT's logger cannot be replaced, the patch has it watched, and no other; gate."""
 
 import inspect
 import types
@@ -51,7 +51,7 @@ def test_defect_is_still_there():
     ],
 )
 def test_patch_mends_it(config, expected):
-    """But in runs of others, and where our own trainer has its logger watched, once."""
+    """The logger is watched, but not in other runs, nor a second time where our own trainer has it watched."""
     assert attached(config) == expected
 
 

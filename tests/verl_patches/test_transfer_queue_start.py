@@ -1,4 +1,4 @@
-"""verl_patches/transfer_queue_start.py: VERL waits for its queue before anything else, the patch puts the start off; gate.
+"""verl_patches/transfer_queue_start.py: VERL waits for its queue first of all, the patch puts the start off; gate.
 
 How our trainer begins and ends it: tests/verl_plugin/task_runner/test_trainer.py.
 """

@@ -1,6 +1,7 @@
-"""On another VERL a run of ours is one line, and a run of others does not notice the plug-in, whatever that VERL lacks."""
+"""On another VERL a run of ours is refused in one line. Other runs do not notice the plug-in, whatever it lacks."""
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -43,7 +44,7 @@ def test_a_run_of_ours_is_refused_in_one_line(hooks):
     module = config_module()
     hooks["verl.utils.config"](module)
     for call in (lambda: module.validate_config(OURS), lambda: module.validate_config(config=OURS, use_critic=False)):
-        with pytest.raises(ValueError, match=r"verl==0\.9\.1 .*0\.10\.0\.dev0.*pip install") as refusal:
+        with pytest.raises(ValueError, match=r"verl==0\.9\.1.*0\.10\.0\.dev0") as refusal:
             call()
         assert "\n" not in str(refusal.value)
     assert module.validate_config(OTHERS, use_critic=False) == ("checked", OTHERS)
@@ -66,7 +67,7 @@ def test_the_command_line_is_refused_before_it_is_composed(hooks):
         "actor_rollout_ref.actor.strategy=megatrain",
         "+engine=megatrain",
     ):
-        with pytest.raises(ConfigCompositionException, match="verl==0.9.1"):
+        with pytest.raises(ConfigCompositionException, match=r"verl==0\.9\.1"):
             ConfigLoaderImpl().load_configuration("x", ["a=b", override], run_mode=1)
     others = ["model_engine=dp", "trainer.project_name=megatrain"]
     assert ConfigLoaderImpl().load_configuration("x", others, run_mode=1) == ("composed", others)
@@ -84,12 +85,12 @@ def test_the_engine_is_refused_where_nothing_is_checked_before(hooks):
     module.BaseEngine, module.EngineRegistry = object, EngineRegistry
     hooks[module.__name__](module)
     [engine] = made.values()
-    with pytest.raises(ValueError, match="verl==0.9.1"):
+    with pytest.raises(ValueError, match=r"verl==0\.9\.1"):
         engine(model_config=None)
 
 
 def test_the_plug_in_as_a_whole_on_another_version():
-    """In a process of its own: VERL imports as ever, no patch is over it, and a command line of ours is one line."""
+    """VERL imports as ever, no patch is over it, and a command line of ours is refused. In a process of its own."""
     code = """
 import importlib.metadata as m
 real = m.version
@@ -108,10 +109,8 @@ with initialize_config_module("verl.trainer.config", version_base=None):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
     assert "['colocate_async', 'separate_async', 'sync'] () ()" in done.stdout, done.stdout + done.stderr
     assert "('verl_patches.untested_verl',)" in done.stdout
-    assert (
-        done.returncode == 1
-        and "ConfigCompositionException: strategy megatrain is tested with verl==0.9.1" in done.stderr
-    )
+    assert done.returncode == 1
+    assert re.search(r"^\S*ConfigCompositionException: .*verl==0\.9\.1", done.stderr, re.MULTILINE), done.stderr
 
 
 def test_the_tested_version_has_its_patches():

@@ -1,4 +1,4 @@
-"""verl_patches/weight_transfer_timeout.py: the sender waits for ever without it, and not with it; a healthy transfer is as before."""
+"""verl_patches/weight_transfer_timeout.py: without it the sender waits for ever; a healthy transfer is as before."""
 
 import asyncio
 import importlib.util
@@ -56,7 +56,7 @@ def test_defect_is_still_there():
 @pytest.mark.timeout(60)
 def test_an_engine_that_is_gone_ends_the_transfer(handle, monkeypatch):
     monkeypatch.setenv("MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT", "0.5")
-    with pytest.raises(RuntimeError, match="rollout engine took no weights for 0.5 s"):
+    with pytest.raises(RuntimeError, match=r"rollout engine.*0\.5 s.*MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT"):
         send(handle)
 
 
@@ -73,7 +73,7 @@ def test_an_engine_that_fails_in_between_ends_the_transfer(handle, monkeypatch):
 
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
-    with pytest.raises(RuntimeError, match="took no weights"):
+    with pytest.raises(RuntimeError, match=r"rollout engine.*MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT"):
         send(handle)
     thread.join(10)
     assert not thread.is_alive()
@@ -103,7 +103,7 @@ def test_a_bucket_that_is_too_small_names_its_setting(handle):
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     sender = patched.BucketedWeightSender(zmq_handle=handle, bucket_size_mb=1, use_shm=True)
-    expected = r"rollout\.checkpoint_engine\.update_weights_bucket_megabytes=1 is smaller than a tensor.*Weight big\("
+    expected = r"rollout\.checkpoint_engine\.update_weights_bucket_megabytes=1 .*Weight big\("
     with pytest.raises(ValueError, match=expected):
         asyncio.run(sender.async_send_weights(iter([("big", torch.zeros(300_000))])))
     thread.join(10)
@@ -112,7 +112,7 @@ def test_a_bucket_that_is_too_small_names_its_setting(handle):
 @pytest.mark.parametrize("value", ["soon", "0", "-3"])
 def test_a_bad_limit_is_named(value, monkeypatch):
     monkeypatch.setenv("MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT", value)
-    with pytest.raises(ValueError, match=f"MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT={value}: must be"):
+    with pytest.raises(ValueError, match=f"MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT={value}"):
         weight_transfer_timeout.limit_seconds()
 
 

@@ -1,7 +1,7 @@
 """Whole VERL runs in processes of their own: GRPO both ways of selecting the strategy, resume, and SFT.
 
-Every process that imports verl needs 6-10 s, so the checks are folded into four runs of a few steps. The GPU twins train on
-CUDA; the rollout is the embedded one there too.
+Every process that imports verl needs 6-10 s, so the checks are folded into four runs of a few steps. The GPU twins
+train on CUDA; the rollout is the embedded one there too.
 """
 
 import json
@@ -51,7 +51,7 @@ def workspace(tmp_path_factory) -> Path:
 
 
 class Run:
-    """One command of VERL's, started; `finish` waits and returns its metrics per step. A failure shows the end of its output."""
+    """A running command of VERL's. `finish` waits and returns its metrics per step, or fails with the output's end."""
 
     def __init__(self, workspace: Path, name: str, command: list[str], device: str, **environment: str):
         self._metrics, self._log = workspace / f"{name}-{device}.jsonl", workspace / f"{name}-{device}.log"
@@ -85,7 +85,7 @@ class Run:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """Of a run that nobody waited for: as Ctrl-C does, so that Ray's processes go too."""
+        """End a run that nobody waited for, as Ctrl-C does, so that Ray's processes end too."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait(60)
 
@@ -127,7 +127,7 @@ def assert_healthy(step: dict[str, float]) -> None:
 
 
 def assert_watched(step: dict[str, float], folder: Path) -> None:
-    """Seconds of every stage, tokens/s, memory and the log-prob gap are in the log of a step; the pictures are there."""
+    """The log of a step has seconds of every stage, tokens/s, memory and the log-prob gap; the pictures are there."""
     stages = ("gen", "old_log_prob", "ref", "update_actor", "update_weights", "step")
     assert all(step[f"timing_s/{stage}"] > 0 for stage in stages)
     tokens_per_s = step["perf/total_num_tokens"] / step["timing_s/step"]
@@ -159,10 +159,11 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
     record = (workspace / f"ckpt-{device}" / "megatrain" / "run.jsonl").read_text().splitlines()
     # both runs: a start, their steps, and what came after the last
     assert [json.loads(line).get("step", "start") for line in record] == ["start", 1, 2, None, "start", 3, None]
-    first_look = report.read(workspace / f"ckpt-{device}" / "megatrain")[0]["memory"]["time"][0]
-    assert first_look < report.start(workspace / f"ckpt-{device}" / "megatrain") - 1, "the start-up is in it"
     startup_s = report.startup_s(workspace / f"ckpt-{device}" / "megatrain")
-    assert "rollout engine" in startup_s and 1 < sum(startup_s.values()) < 900
+    assert startup_s["rollout engine"] > 0 and min(startup_s.values()) >= 0
+    first_look = report.read(workspace / f"ckpt-{device}" / "megatrain")[0]["memory"]["time"][0]
+    watched_before_the_record_s = report.start(workspace / f"ckpt-{device}" / "megatrain") - first_look
+    assert watched_before_the_record_s > startup_s["rollout engine"], "the start-up is in it"
     assert abs(steps[1]["actor/kl_loss"]) < 1e-6
     assert steps[2]["actor/kl_loss"] > 1e-4 and steps[3]["actor/kl_loss"] > 1e-4
 
@@ -173,8 +174,10 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
 
 @pytest.fixture(scope="module")
 def side_by_side(workspace, request) -> dict[str, Run]:
-    """Two runs that have nothing to do with each other, at once: most of either is one process importing after the other. The second when
-    the first has its Ray: Ray gives itself 30 s to start."""
+    """Two independent runs at the same time, because most of a run is one process importing after the other.
+
+    The second begins when the first has its Ray: Ray gives itself 30 s to start.
+    """
     short = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
     strategy = ["actor_rollout_ref.actor.strategy=megatrain", "actor_rollout_ref.ref.strategy=megatrain"]
     knobs = "actor_rollout_ref.actor.megatrain"
@@ -193,7 +196,7 @@ def side_by_side(workspace, request) -> dict[str, Run]:
 
 
 def test_strategy_alone_on_the_default_model_engine(side_by_side):
-    """With importance weights for the difference between rollout and trainer: there is hardly any, so they are 1."""
+    """The run has importance weights for the difference between rollout and trainer, which is tiny: they are about 1."""
     steps = side_by_side["dp"].finish()
     for step in steps.values():
         assert_healthy(step)
@@ -204,12 +207,14 @@ def test_strategy_alone_on_the_default_model_engine(side_by_side):
 
 
 def test_rollout_log_probs_in_place_of_an_old_log_prob_pass(side_by_side, workspace):
-    """bypass_mode, no KL term, tensorboard, and wandb without a network. Nobody computes the entropy then."""
+    """bypass_mode, no KL term, tensorboard, and wandb without a network."""
     for step in side_by_side["bypass"].finish().values():
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0
         # one update a batch, with the weights that sampled it: the ratio is 1 to rounding
         assert abs(step["actor/ppo_kl"]) < 1e-5 and step["actor/pg_clipfrac"] == 0
-        assert step["timing_s/old_log_prob"] < 0.5 * step["timing_s/update_actor"]
+        # VERL logs these with the log-probs of that pass, as the runs above show, so there was none
+        assert not step.keys() & {"actor/entropy", "training/rollout_probs_diff_max"}
+        assert not any(key.startswith("megatrain/rollout_log_prob_gap") for key in step)
         assert "actor/kl_loss" not in step and "timing_s/ref" not in step
     [offline] = (workspace / "wandb").glob("offline-run-*")
     assert list(offline.glob("*.wandb"))

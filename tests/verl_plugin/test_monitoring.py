@@ -1,4 +1,4 @@
-"""VERL's logger gets our metrics and the run its record and pictures, also when the run fails; a broken monitor stops nothing."""
+"""VERL's logger gets our metrics, a run its record and pictures, even if it fails; a failing monitor stops nothing."""
 
 import subprocess
 import sys
@@ -90,7 +90,7 @@ def test_it_stays_verls_logger(tracking, tmp_path):
 
 
 def test_memory_is_sampled_from_the_start(tmp_path):
-    """VERL makes its logger when trainer and engine are up; what they took meanwhile is in the first step's peaks and in the record."""
+    """VERL makes its logger last. The memory that was taken before is in the first step's peaks and in the record."""
     from verl.utils.tracking import Tracking
 
     began = time.time()

@@ -33,7 +33,7 @@ def test_engine_rollout_and_platform_are_found():
 
 
 def test_failure_is_printed_and_light_import():
-    """In a process of its own: loading touches no engine code, and what VERL would swallow is printed."""
+    """Loading imports no engine code, and an error that VERL would swallow is printed. In a process of its own."""
     code = """
 import sys
 import verl_patches
@@ -51,4 +51,4 @@ except ZeroDivisionError:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "heavy [] cuda False" in done.stdout and "raised" in done.stdout, done.stdout + done.stderr
-    assert "the VERL plug-in could not be installed" in done.stderr and "ZeroDivisionError" in done.stderr
+    assert "VERL plug-in" in done.stderr and "ZeroDivisionError" in done.stderr

@@ -1,1 +1,7 @@
-"""What happens in the driver, the process of the user's command, before Ray starts: a run is checked and its settings are filled in."""
+"""The driver is the process of the user's command. A run is checked and its settings are filled in before Ray starts.
+
+- prepare.py refuses a run or fills in its settings; it calls the others.
+- inputs.py checks data, loggers, context and disk.
+- gpu_share.py divides the card between the trainer and the rollout engine.
+- hydra_groups.py adds our config groups to Hydra and names a misspelt knob's nearest neighbour.
+"""

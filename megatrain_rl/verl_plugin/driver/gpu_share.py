@@ -1,8 +1,9 @@
-"""How the card is divided: the trainer's budget, the rollout engine's share, and a reserve.
+"""The card is divided into the trainer's budget, the rollout engine's share and a reserve.
 
-VERL gives a rollout engine `rollout.gpu_memory_utilization`, a fraction of the whole card, 0.5 unless set. With model_engine=megatrain the
-yaml says `auto`: the fraction follows from the budget here, in the driver and before Ray starts, and a fraction set by hand is held
-against the same sum. Nothing here makes a CUDA context. Called by prepare.py.
+VERL gives a rollout engine `rollout.gpu_memory_utilization`, a fraction of the whole card, 0.5 unless set. With
+model_engine=megatrain the yaml says `auto`: the fraction is worked out from the budget here, in the driver and before
+Ray starts. A fraction set by hand is checked against the same sum. Nothing here makes a CUDA context. Called by
+prepare.py.
 """
 
 import os
@@ -14,13 +15,13 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 AUTO = "auto"
-# VERL's own default, for rollouts that have no share of a card.
+# VERL's own default. It replaces `auto` for rollouts that have no share of a card.
 _UNUSED_FRACTION = 0.5
-# What an engine takes beyond its share (its CUDA context, fragmentation, buffers of loading weights), in bytes.
+# Bytes that an engine takes beyond its share: its CUDA context, fragmentation, buffers of loading weights.
 RESERVE_BYTES = 3_000_000_000
-# What an engine needs inside its share beside the weights, at least: activations and some cache.
+# Bytes that an engine needs at least inside its share, beside the weights: activations and some cache.
 _LEAST_CACHE_BYTES = 2_000_000_000
-# What the driver keeps of an idle card, at most.
+# Bytes that the GPU's driver keeps of an idle card, at most.
 _IDLE_BYTES = 1_500_000_000
 _ENGINES = ("vllm",)
 _FRACTION = "actor_rollout_ref.rollout.gpu_memory_utilization"
@@ -30,14 +31,18 @@ _BUDGET = "actor_rollout_ref.actor.megatrain.gpu_budget_gb"
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """Bytes the card has, and has free."""
+    """The bytes that a card has, and those that are free."""
 
     total_bytes: int
     free_bytes: int
 
 
 def shared_card(config: DictConfig, read_card: Callable[[], Card | None] | None = None) -> Card | None:
-    """The card that the trainer and the rollout engine of this run share; None where they share none, or where it cannot be read."""
+    """The card that the trainer and the rollout engine of this run share.
+
+    None if they share none, or if it cannot be read and the fraction was set by hand. A ValueError if it cannot be read
+    and the fraction is `auto`. read_card: takes the place of `visible_card`.
+    """
     rollout = config.actor_rollout_ref.rollout
     name = None if OmegaConf.is_missing(rollout, "name") else rollout.name
     knobs = OmegaConf.select(config, "actor_rollout_ref.actor.megatrain")
@@ -51,8 +56,10 @@ def shared_card(config: DictConfig, read_card: Callable[[], Card | None] | None 
 
 
 def engine_fraction(config: DictConfig, card: Card | None) -> float:
-    """The rollout engine's share of `card` as a fraction: what `auto` stands for, or the one set by hand if it fits. A ValueError names what to
-    change. card None: nothing is shared."""
+    """The rollout engine's share of `card` as a fraction: what `auto` stands for, or the one set by hand if it fits.
+
+    A ValueError names what to change if it does not fit. card: None if nothing is shared.
+    """
     fraction = config.actor_rollout_ref.rollout.gpu_memory_utilization
     if fraction != AUTO and not isinstance(fraction, int | float):
         raise ValueError(f"{_FRACTION}={fraction}: must be {AUTO} or a number in (0, 1]")
@@ -64,15 +71,13 @@ def engine_fraction(config: DictConfig, card: Card | None) -> float:
     usable = min(idle, told or idle)
     budget = int(knobs.gpu_budget_gb * 1e9)
     share = usable - budget - RESERVE_BYTES if fraction == AUTO else int(fraction * card.total_bytes)
-    _check(
-        share, usable=usable, budget=budget, card=card, weights=engine_weight_bytes(config), by_hand=fraction != AUTO
-    )
+    weights = engine_weight_bytes(config)
+    _check(share, usable=usable, budget=budget, card=card, weights=weights, by_hand=fraction != AUTO)
     # rounded down, so that the sum is kept
     return int(share / card.total_bytes * 1000) / 1000 if fraction == AUTO else fraction
 
 
 def _check(share: int, *, usable: int, budget: int, card: Card, weights: int | None, by_hand: bool) -> None:
-    gb = lambda n: f"{n / 1e9:.1f} GB"  # noqa: E731
     needed = budget + share + RESERVE_BYTES
     sums = f"trainer {gb(budget)} + rollout engine {gb(share)} + reserve {gb(RESERVE_BYTES)}"
     if by_hand and needed > usable:
@@ -83,18 +88,23 @@ def _check(share: int, *, usable: int, budget: int, card: Card, weights: int | N
     if share < least:
         holds = f"the weights ({gb(weights)}) and a cache" if weights else "a cache"
         raise ValueError(
-            f"a card of {gb(usable)} leaves the rollout engine {gb(max(0, share))} beside a trainer of {gb(budget)}, too little for {holds}: "
-            f"lower {_BUDGET}, set actor_rollout_ref.rollout.quantization=fp8, or use a larger card"
+            f"a card of {gb(usable)} leaves the rollout engine {gb(max(0, share))} beside a trainer of {gb(budget)}, "
+            f"too little for {holds}: lower {_BUDGET}, set actor_rollout_ref.rollout.quantization=fp8, or use a larger "
+            "card"
         )
     if needed > card.free_bytes:
         raise ValueError(
-            f"{sums} is more than the {gb(card.free_bytes)} that are free on the card: another process uses it. End that process, or "
-            f"set {_CARD} to what this run may use"
+            f"{sums} is more than the {gb(card.free_bytes)} that are free on the card: another process uses it. "
+            f"End that process, or set {_CARD} to what this run may use"
         )
 
 
+def gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
 def engine_weight_bytes(config: DictConfig) -> int | None:
-    """What the rollout engine's weights take, from the files of a local model; None for a model that is not here yet."""
+    """Bytes of the rollout engine's weights, from the files of a local model; None if the model is not local yet."""
     files = list(Path(os.path.expanduser(str(config.actor_rollout_ref.model.path))).glob("*.safetensors"))
     if not files:
         return None
@@ -103,7 +113,7 @@ def engine_weight_bytes(config: DictConfig) -> int | None:
 
 
 def visible_card() -> Card | None:
-    """The first card CUDA would see, asked of nvidia-smi; None without one."""
+    """The first card that CUDA would see, as nvidia-smi reports it; None if there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if not visible:
         return None

@@ -1,7 +1,8 @@
-"""Hydra sees our config groups, and a misspelt knob is told its nearest neighbour.
+"""Hydra finds our config groups, and the error for a misspelt knob names the nearest known one.
 
-The search path is added in code: Hydra's own discovery of `hydra_plugins` packages does not see editable installs. The knob check reads the
-overrides before composition, because Hydra's answer to an unknown key names no known one. Called by register.py.
+The search path is added in code: Hydra's own discovery of `hydra_plugins` packages does not see editable installs. The
+check of knobs reads the overrides before Hydra composes, because Hydra's error for an unknown key names no known key.
+Called by register.py.
 """
 
 import re
@@ -9,13 +10,13 @@ from typing import Any
 
 CONFIG_PACKAGE = "pkg://megatrain_rl.configs"
 
-# key of an override without its +, ++ or ~ and without its value
+# The key of an override, without its +, ++ or ~ and without its value.
 _KEY = re.compile(r"^(?:\+\+|\+|~)?([^=@]+)(?:@[^=]*)?(?:=.*)?$", re.DOTALL)
 _RL_NODES = ("actor_rollout_ref.actor.megatrain.", "actor_rollout_ref.ref.megatrain.")
 
 
 def add_search_path(plugins: Any) -> None:
-    """plugins: Hydra's."""
+    """Add our config groups to Hydra's search path. plugins: Hydra's `Plugins` object."""
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
     class MegaTrainSearchPath(SearchPathPlugin):
@@ -26,7 +27,7 @@ def add_search_path(plugins: Any) -> None:
 
 
 def check_overrides(overrides: list[str]) -> None:
-    """Raise a ValueError for the first override that sets an unknown knob of ours."""
+    """Raise a ValueError for the first override that sets an unknown knob of ours, or one that users may not set."""
     keys = [match.group(1) for match in map(_KEY.match, overrides) if match]
     nodes = (*_RL_NODES, "engine.") if "engine=megatrain" in overrides else _RL_NODES
     for key in keys:

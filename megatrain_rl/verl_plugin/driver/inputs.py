@@ -1,4 +1,8 @@
-"""What a run would find out minutes after its start, or never: asked in the driver, before Ray starts. Called by prepare.py."""
+"""A run's data, loggers, context and disk are checked in the driver, before Ray starts.
+
+Without these checks the run would fail minutes after its start, or would train on something else than was meant.
+Called by prepare.py.
+"""
 
 import importlib.util
 import logging
@@ -23,22 +27,29 @@ log = logging.getLogger(__name__)
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CONTEXT = f"{_ROLLOUT}.max_model_len"
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
-_RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"  # of the process that logs
+# The environment that Ray gives to its processes, among them the one that logs.
+_RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
 
 
 def check_context(config: DictConfig) -> None:
-    """A context set by hand must hold the longest prompt and answer, or VERL would cut the answers and train on them as if they had ended."""
+    """Raise a ValueError if a context set by hand does not hold the longest prompt and answer together.
+
+    VERL would cut the answers and train on them as if they had ended.
+    """
     given, longest = config.actor_rollout_ref.rollout.max_model_len, _longest(config)
     if given not in (None, AUTO) and given < longest and is_ours(config):
         raise ValueError(
-            f"{_CONTEXT}={given} is less than {_ROLLOUT}.prompt_length + response_length = {longest} (data.max_prompt_length, "
-            f"data.max_response_length): answers would be cut short; set {_CONTEXT}={AUTO}, or null for all of the model's positions"
+            f"{_CONTEXT}={given} is less than {_ROLLOUT}.prompt_length + response_length = {longest} "
+            "(data.max_prompt_length, data.max_response_length): answers would be cut short; "
+            f"set {_CONTEXT}={AUTO}, or null for all of the model's positions"
         )
 
 
 def context(config: DictConfig) -> int | None:
-    """The rollout engine's context in tokens. `auto`: the longest prompt and answer together, and no more than the model knows positions.
-    Null is VERL's to fill in, with all positions."""
+    """The rollout engine's context in tokens, None to leave it to VERL, which takes all of the model's positions.
+
+    `auto` stands for the longest prompt and answer together, but no more than the model's positions.
+    """
     given, longest = config.actor_rollout_ref.rollout.max_model_len, _longest(config)
     if given != AUTO:
         return given
@@ -59,13 +70,17 @@ def _longest(config: DictConfig) -> int:
 
 
 def check_mini_batch(config: DictConfig) -> None:
-    """VERL fills a batch up to whole mini-batches with rows of padding, which count in means over sequences."""
+    """Raise a ValueError if the last mini-batch of a step would be filled up and the loss is a mean over sequences.
+
+    VERL fills a batch up to whole mini-batches with rows of padding, and such a mean counts them.
+    """
     actor = config.actor_rollout_ref.actor
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     if batch % mini and str(actor.loss_agg_mode).startswith("seq-mean") and _trains(config):
         raise ValueError(
-            f"data.train_batch_size={batch} is no multiple of {_MINI_BATCH}={mini} (both in prompts): the last mini-batch of a step would be "
-            f"filled up with padding, which counts in {actor.loss_agg_mode}; change one of them"
+            f"data.train_batch_size={batch} is no multiple of {_MINI_BATCH}={mini} (both in prompts): the last "
+            f"mini-batch of a step would be filled up with padding, which counts in {actor.loss_agg_mode}; "
+            "change one of them"
         )
 
 
@@ -76,7 +91,10 @@ def _trains(config: DictConfig) -> bool:
 
 
 def check_loggers(config: DictConfig) -> None:
-    """VERL makes its loggers when everything else is up."""
+    """Raise a ValueError for a logger that is unknown, not installed, or wandb without a key.
+
+    VERL makes its loggers only when everything else is up.
+    """
     from verl.utils.tracking import Tracking
 
     wanted = config.trainer.logger
@@ -98,16 +116,18 @@ def check_loggers(config: DictConfig) -> None:
     environment = os.environ | {str(name): str(value) for name, value in given.items()}
     if {"wandb", "tracking"} & set(wanted) and _wandb_has_no_key(environment):
         raise ValueError(
-            "trainer.logger has wandb, which knows no API key and cannot ask for one in a run: set WANDB_API_KEY, call `wandb login`, or "
-            "set WANDB_MODE=offline"
+            "trainer.logger has wandb, which knows no API key and cannot ask for one in a run: set WANDB_API_KEY, "
+            "call `wandb login`, or set WANDB_MODE=offline"
         )
 
 
-# In a process of its own: wandb leaves a service running, and its address in the environment. Exit status 1: there is no key.
+# This runs in a process of its own, because wandb leaves a service running and its address in the environment. It exits
+# with status 1 if there is no key.
 _ASK_WANDB = """
 import inspect, sys, wandb
 settings = wandb.setup().settings  # also of files
-if settings.mode in ("offline", "disabled", "dryrun") or settings.api_key or "prompt" not in inspect.signature(wandb.login).parameters:
+cannot_ask = "prompt" not in inspect.signature(wandb.login).parameters
+if settings.mode in ("offline", "disabled", "dryrun") or settings.api_key or cannot_ask:
     sys.exit(0)
 sys.exit(0 if wandb.login(prompt=False, verify=False) else 1)
 """
@@ -125,24 +145,27 @@ def _wandb_has_no_key(environment: dict[str, str]) -> bool:
 
 
 def check_disk(config: DictConfig) -> None:
-    """The first checkpoint fits, as far as the model's size can be told here: VERL saves after `save_freq` steps of work."""
+    """Raise a ValueError if the first checkpoint does not fit on the disk, as far as the model's size is known here.
+
+    VERL saves after `save_freq` steps, and the work of these steps would be lost.
+    """
     if config.trainer.save_freq <= 0 or not _trains(config):
         return
     folder = Path(os.path.expanduser(str(config.trainer.default_local_dir))).absolute()
     if next(folder.glob("global_step_*"), None) is not None:
-        return  # going on from one: what it takes is on the disk already, and may be replaced
+        return  # the run goes on from a checkpoint: its bytes are on the disk already, and may be replaced
     needed = checkpoint_bytes(config)
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     total, _, free = shutil.disk_usage(there)
     if needed is not None and total and needed > free:
         raise ValueError(
-            f"trainer.default_local_dir={config.trainer.default_local_dir}: a checkpoint takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
-            "free there: make room, set it to another disk, or set trainer.save_freq=-1"
+            f"trainer.default_local_dir={config.trainer.default_local_dir}: a checkpoint takes {needed / 1e9:.1f} GB "
+            f"and {free / 1e9:.1f} GB are free there: make room, set it to another disk, or set trainer.save_freq=-1"
         )
 
 
 def checkpoint_bytes(config: DictConfig) -> int | None:
-    """Of a complete state; None for a model that is not here yet."""
+    """The bytes of a checkpoint with the complete training state; None if the model is not local yet."""
     from megatrain_rl.model.decoder import decoder_spec
     from megatrain_rl.planner import state_bytes_per_parameter
 
@@ -151,7 +174,7 @@ def checkpoint_bytes(config: DictConfig) -> int | None:
         return None
     try:
         parameters = decoder_spec(model).num_parameters
-    except ValueError:  # a model that is not supported: told by who loads it
+    except ValueError:  # the model is not supported: whoever loads it says so
         return None
     knobs = OmegaConf.select(config, "actor_rollout_ref.actor.megatrain") or {}
     dtypes = {name: knobs[name] for name in ("param_dtype", "optimizer_state_dtype") if name in knobs}
@@ -159,7 +182,7 @@ def checkpoint_bytes(config: DictConfig) -> int | None:
 
 
 def _positions(config: DictConfig) -> int | None:
-    """That a local model knows, by VERL's reckoning."""
+    """How many positions a local model has, as VERL reads it from the model's config; None if unknown here."""
     from verl.workers.rollout.utils import get_max_position_embeddings
 
     model = _local_model(config)
@@ -179,5 +202,5 @@ def _local_model(config: DictConfig) -> "PretrainedConfig | None":
 
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError):  # told by who loads it
+    except (OSError, ValueError):  # whoever loads the model says so
         return None

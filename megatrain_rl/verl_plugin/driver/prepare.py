@@ -1,6 +1,7 @@
-"""What happens to a run of ours in the driver, before Ray starts: it is refused, or its open settings are filled in.
+"""A run of ours is refused, or its open settings are filled in, in the driver and before Ray starts.
 
-`prepare` is called ahead of VERL's own check of the config (verl_patches/before_ray.py), with the config that VERL goes on with.
+`prepare` is called ahead of VERL's own check of the config (verl_patches/before_ray.py). It gets the config that VERL
+goes on with.
 """
 
 import os
@@ -12,17 +13,18 @@ from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
 from megatrain_rl.verl_plugin.driver import gpu_share, inputs
 from verl_patches import ours, weight_transfer_timeout
 
-# Read by a Ray cluster that this process starts.
+# Variables that a Ray cluster reads when this process starts it.
 _RAY_ENVIRONMENT = {
-    # Host RAM is filled on purpose, up to the planned reserve; above 95 % in use Ray would kill a process that it holds guilty.
+    # Host RAM is filled on purpose, up to the planned reserve. With more than 95 % in use Ray would kill a process.
     "RAY_memory_monitor_refresh_ms": "0",
-    # One idle Python process per core, 80 MB each, that VERL's run cannot use: its workers have an environment of their own.
+    # Ray would start an idle Python process per core, 80 MB each. A run of VERL cannot use them: its workers have an
+    # environment of their own.
     "RAY_prestart_worker_first_driver": "0",
 }
 
 
 def prepare(config: DictConfig) -> None:
-    """Refuse the run or fill in its settings. Nothing happens to runs of other strategies."""
+    """Refuse the run with a ValueError, or fill in its settings. Nothing happens to runs of other strategies."""
     card = refuse(config)
     if ours.our_roles(config).isdisjoint({"actor", "ref"}):
         return
@@ -30,8 +32,10 @@ def prepare(config: DictConfig) -> None:
 
 
 def refuse(config: DictConfig) -> gpu_share.Card | None:
-    """Raise one ValueError for what would fail, or would not be meant, later; changes nothing. Returns the card that trainer and rollout
-    engine share, or None where they share none."""
+    """Raise a ValueError if the run would fail later or would not do what its config says. Nothing is changed.
+
+    Returns the card that trainer and rollout engine share, or None if they share none.
+    """
     supported.check_run(config)
     if ours.our_roles(config).isdisjoint({"actor", "ref"}):
         return None
@@ -46,7 +50,7 @@ def refuse(config: DictConfig) -> gpu_share.Card | None:
 
 
 def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
-    """Set what follows from other settings or marks the run as ours; refuses nothing."""
+    """Set what follows from other settings, and mark the run as ours. Nothing is refused."""
     rollout = config.actor_rollout_ref.rollout
     with open_dict(rollout):
         rollout.max_model_len = inputs.context(config)
@@ -66,9 +70,10 @@ def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
 def mark_reference(config: DictConfig) -> None:
     """Have VERL ask the actor's engine for reference log-probs instead of building a second engine.
 
-    VERL does so only if LoRA is configured (rank above 0, or `lora_adapter_path` not null), which it works out from the config in six places.
-    model_engine=megatrain sets the key in its yaml (configs/megatrain_extra), where null is the user's wish for a separate reference; on the
-    default model_engine it is set here, iff actor and reference are ours and a KL term needs the reference.
+    VERL does so only if LoRA is configured (rank above 0, or `lora_adapter_path` not null), which it works out from the
+    config in six places. model_engine=megatrain sets the key in its yaml (configs/megatrain_extra), where null is the
+    user's wish for a separate reference. On the default model_engine the key is set here, if and only if actor and
+    reference are ours and a KL term needs the reference.
     """
     from verl.trainer.ppo.utils import need_reference_policy
 

@@ -1,8 +1,9 @@
-"""VERL's TensorDict becomes packs, and results go back into its row order.
+"""VERL's TensorDict is cut into packs, and results are put back into its row order.
 
-Rows of a mini-batch are sequences without padding, in all three layouts VERL has: RL with nested fields (v1), RL with
-padded fields beside nested `input_ids` (v0), and SFT with a full-length nested `loss_mask`. Everything is on the CPU.
-B rows, T tokens of a pack; entry t of a sequence speaks of the prediction of token t+1. Called by engine.py and loss.py.
+A row of a mini-batch is one sequence without padding, in each of VERL's three layouts: RL with nested fields (v1), RL
+with padded fields beside nested `input_ids` (v0), and SFT with a full-length nested `loss_mask`. Everything is on the
+CPU. Shapes: B rows of a mini-batch, T tokens of a pack. Entry t of a sequence belongs to the prediction of token t+1.
+Called by engine.py and loss.py.
 """
 
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from megatrain_rl.objectives import TokenStats
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
-    """sequences: token ids of each row. offsets: int64 (B+1,), those of `input_ids`.
+    """The rows of a mini-batch, as packs are cut from them.
 
-    predict: per row, where a log-prob is wanted. temperature: one for all, or one per row.
+    sequences: token ids of each row. offsets: int64 (B+1,), those of `input_ids`.
+    predict: bool, one tensor per row, true where a log-prob is wanted. temperature: one for all rows, or one per row.
     """
 
     sequences: list[Tensor]
@@ -38,7 +40,7 @@ class MiniBatch:
         )
 
     def in_row_order(self, values: list[Tensor], packs: list[PackedBatch]) -> Tensor:
-        """Per-token values of each pack, as one jagged tensor with exactly the offsets of `input_ids`."""
+        """Put per-token values, (T,) of each pack, into one jagged tensor with exactly the offsets of `input_ids`."""
         rows: list[Tensor] = [torch.empty(0)] * len(self.sequences)
         for value_T, pack in zip(values, packs, strict=True):
             for row, piece in zip(pack.sequence_ids, value_T.split(pack.cu_seqlens.diff().tolist()), strict=True):
@@ -46,7 +48,7 @@ class MiniBatch:
         return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets=self.offsets)
 
     def model_output(self, stats: list[TokenStats], packs: list[PackedBatch]) -> dict[str, Tensor]:
-        """VERL's `model_output` of a whole mini-batch."""
+        """VERL's `model_output` for the whole mini-batch: log_probs and, if the stats have it, entropy."""
         output = {"log_probs": self.in_row_order([s.log_probs_T for s in stats], packs)}
         entropies = [s.entropy_T for s in stats if s.entropy_T is not None]
         if entropies:
@@ -55,20 +57,31 @@ class MiniBatch:
 
 
 def read(data: TensorDict, *, predict: list[Tensor]) -> MiniBatch:
-    """The rows of `data` with log-probs wanted where `predict` says."""
+    """Read the rows of `data`. predict: where log-probs are wanted, by one of the functions below."""
     temperature = data["temperature"]
     if isinstance(temperature, Tensor):
         temperature = temperature.flatten().tolist()
     input_ids = nested_input_ids(data)
     return MiniBatch(
         sequences=[row.cpu() for row in input_ids.unbind()],
-        offsets=input_ids.offsets().cpu().long(),
+        offsets=jagged_offsets(input_ids).cpu().long(),
         predict=predict,
         temperature=temperature,
     )
 
 
+def jagged_offsets(nested: Tensor) -> Tensor:
+    """The index at which each row of a jagged tensor begins, and the one at which the last row ends: (B+1,)."""
+    return nested.offsets()  # type: ignore[attr-defined]  # jagged tensors have it, torch's stub of Tensor does not
+
+
+def jagged_lengths(nested: Tensor) -> list[int]:
+    """The length of each row of a jagged tensor."""
+    return jagged_offsets(nested).diff().tolist()
+
+
 def nested_input_ids(data: TensorDict) -> Tensor:
+    """The jagged `input_ids` of the batch. Padded ones, and position ids of vision models, are a ValueError."""
     input_ids = data["input_ids"]
     if not input_ids.is_nested:
         raise ValueError("input_ids are padded: set data.pad_mode=no_padding")
@@ -78,52 +91,53 @@ def nested_input_ids(data: TensorDict) -> Tensor:
 
 
 def lengths(data: TensorDict) -> list[int]:
-    return nested_input_ids(data).offsets().diff().tolist()
+    """The number of tokens of each row."""
+    return jagged_lengths(nested_input_ids(data))
 
 
 def has_responses(data: TensorDict) -> bool:
-    """Whether `data` is an RL batch: prompts with responses, whose fields cover the response only."""
+    """Whether `data` is an RL batch: it has prompts and responses, and its other fields cover the responses only."""
     return "prompts" in data and "responses" in data
 
 
 def response_lengths(data: TensorDict) -> list[int]:
-    """Tokens of each row's response; in the v0 layout the padding of `responses` is not counted."""
+    """The number of tokens of each row's response. In the v0 layout the padding of `responses` is not counted."""
     responses = data["responses"]
     if responses.is_nested:
-        return responses.offsets().diff().tolist()
+        return jagged_lengths(responses)
     return data["attention_mask"][:, -responses.shape[1] :].sum(dim=1).tolist()
 
 
 def everywhere(data: TensorDict) -> list[Tensor]:
-    """Every position that has a next token."""
+    """True at every position that has a next token."""
     return [torch.arange(n) < n - 1 for n in lengths(data)]
 
 
 def at_responses(data: TensorDict) -> list[Tensor]:
-    """The positions that predict a response token: the only ones VERL's RL trainers and losses read."""
+    """True at the positions that predict a response token. VERL's RL trainers and losses read no others."""
     rows = zip(lengths(data), response_lengths(data), strict=True)
     return [_last(n, torch.ones(r, dtype=torch.bool)) for n, r in rows]
 
 
 def at_response_mask(data: TensorDict) -> list[Tensor]:
-    """The positions that predict a response token with mask 1: the only ones that VERL's policy losses count."""
+    """True at the positions that predict a response token with mask 1. VERL's policy losses count no others."""
     rows = zip(lengths(data), response_lengths(data), data["response_mask"].unbind(), strict=True)
     return [_last(n, mask[:r].cpu().bool()) for n, r, mask in rows]
 
 
 def at_loss_mask(data: TensorDict) -> list[Tensor]:
-    """The positions that predict a token with `loss_mask` 1, for a mask as long as the sequence (SFT)."""
+    """True at the positions that predict a token with `loss_mask` 1, for a mask as long as the sequence (SFT)."""
     masks = data["loss_mask"].unbind()
     return [torch.cat([mask[1:].cpu().bool(), torch.zeros(1, dtype=torch.bool)]) for mask in masks]
 
 
 def _last(length: int, response: Tensor) -> Tensor:
-    """bool (length,): `response` at the positions that predict the last len(response) tokens."""
+    """bool (length,): `response` at the positions that predict the last len(response) tokens, false elsewhere."""
     predict = torch.zeros(length, dtype=torch.bool)
     predict[length - len(response) - 1 : length - 1] = response
     return predict
 
 
 def flag(data: TensorDict, key: str) -> bool:
-    """A non-tensor switch that VERL may leave out, meaning off."""
+    """A switch of the batch that is no tensor. VERL leaves it out when it is off."""
     return bool(tu.get_non_tensor_data(data=data, key=key, default=False))

@@ -1,6 +1,7 @@
-"""Where VERL keeps checkpoints: .../global_step_N/actor in RL, .../global_step_N in SFT; the trainer fills them.
+"""VERL keeps checkpoints in .../global_step_N/actor (RL) or .../global_step_N (SFT).
 
-Called by engine.py.
+The trainer writes and reads what is in these folders; here they are looked up and old ones are removed. Called by
+engine.py.
 """
 
 import logging
@@ -14,7 +15,7 @@ _STEP = re.compile(r"global_step_(\d+)")
 
 
 def require(local_path: str) -> str:
-    """`local_path`, or a ValueError if there is no checkpoint."""
+    """Return `local_path`, or raise a ValueError if there is no checkpoint."""
     if not Path(local_path).is_dir():
         raise ValueError(
             f"no checkpoint at {local_path}: set trainer.resume_from_path to a global_step_N folder, "
@@ -24,10 +25,11 @@ def require(local_path: str) -> str:
 
 
 def remove_oldest(local_path: str, keep: int | None) -> list[Path]:
-    """Delete all but the last `keep` checkpoints up to `local_path`, which was just saved; returns the deleted.
+    """Delete all but the last `keep` checkpoints up to `local_path`, which was just saved. Returns the deleted folders.
 
-    Ordered by step number. Left alone: later steps, of a run that was resumed from before them; links and folders of other
-    names; and the step VERL would resume from, which it moves to the new one only after the save.
+    Checkpoints are ordered by step number. Three kinds of folders are left alone: later steps, since the run may have
+    been resumed from before them; links, and folders of other names; and the step that VERL would resume from, because
+    VERL turns to the new one only after the save.
     """
     if keep is None or keep <= 0:
         return []

@@ -1,14 +1,14 @@
-"""MegaTrainEngine: VERL's BaseEngine on StreamTrainer. VERL finds it under strategy "megatrain", on cuda and cpu.
+"""MegaTrainEngine is VERL's BaseEngine on a StreamTrainer. VERL finds it as strategy "megatrain", on cuda and cpu.
 
-Invariants: one process is one data-parallel rank; weights, gradients and optimizer state never move (`to` does
-nothing); within `disable_adapter()` log-probs are the frozen reference's. VERL calls it from one thread.
+Invariants: the one process is the one data-parallel rank; weights, gradients and optimizer state never move (`to` does
+nothing); within `disable_adapter()` log-probs are those of the frozen reference. VERL calls the engine from one thread.
 """
 
 import contextlib
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -32,12 +32,14 @@ from verl_patches import ours
 
 logger = logging.getLogger(__name__)
 
-# VERL's default. Without our engine config (strategy set on model_engine=dp) the size in force is unknown here.
+# VERL's default. Without our engine config (strategy set on model_engine=dp) the run's own size is unknown here.
 _DEFAULT_BUCKET_MEGABYTES = 2048
 
 
 class _EngineMode(BaseEngineCtx):
-    """Train or eval mode. They nest: leaving the inner one returns to the outer. Leaving train mode drops gradients."""
+    """Train or eval mode. Modes nest: leaving the inner one restores the outer. Leaving train mode drops gradients."""
+
+    engine: "MegaTrainEngine"
 
     def __enter__(self) -> None:
         self._outer = self.engine.mode
@@ -52,6 +54,8 @@ class _EngineMode(BaseEngineCtx):
 
 @EngineRegistry.register(model_type="language_model", backend="megatrain", device=["cuda", "cpu"])
 class MegaTrainEngine(BaseEngine):
+    """A StreamTrainer behind VERL's interface; its methods run in the order in which VERL calls them."""
+
     def __init__(
         self,
         model_config: HFModelConfig,
@@ -69,7 +73,7 @@ class MegaTrainEngine(BaseEngine):
         self._sync_wait_s = 0.0
         self._skipped_steps = 0
         self._step_follows = False
-        self._weights = "policy"
+        self._weights: Literal["policy", "reference"] = "policy"
         supported.check_engine(
             model=model_config,
             engine=engine_config,
@@ -94,26 +98,31 @@ class MegaTrainEngine(BaseEngine):
 
     def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
         # a group and not None: without one VERL's worker hands on metrics in a shape that it cannot flatten
-        return torch.distributed.group.WORLD
+        world = torch.distributed.group.WORLD
+        assert world is not None, "VERL opens the process group before it builds an engine"
+        return world
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         return True
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Nothing to move: state lives in host RAM, and the GPU holds only what the budget allows."""
+        """Move nothing: state lives in host RAM, and the GPU holds only what the budget allows."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
 
     # ---- life cycle ----
 
     def initialize(self) -> None:
-        """Take the GPU memory and begin to load the model; see loading.py. The reference is taken here, from the model's files, so before
-        any checkpoint is loaded."""
-        config = self._stream_config()
+        """Take the GPU memory and begin to load the model; see loading.py.
+
+        The reference is read here from the model's files, before any checkpoint is loaded.
+        """
+        config, model_dir = self._stream_config(), self.model_config.local_path
+        assert model_dir is not None, "VERL's model config has fetched the model"
         # Ray sets OMP_NUM_THREADS=1 in its workers
         torch.set_num_threads(config.cpu_threads or usable_cores())
         optim = self.optimizer_config
         self._loading = loading.load(
-            self.model_config.local_path,
+            model_dir,
             check=self._check_bucket_fits,
             config=config,
             adamw=None if optim is None else adamw_config(optim),
@@ -125,12 +134,15 @@ class MegaTrainEngine(BaseEngine):
 
     @property
     def trainer(self) -> StreamTrainer:
-        """Waits until it is loaded; an error of loading is raised here."""
+        """The trainer, once it is loaded: the call waits for that. An error of loading is raised here."""
         assert self._loading is not None, "initialize() comes first"
         return self._loading.result()
 
     def _check_bucket_fits(self, trainer: StreamTrainer) -> None:
-        """VERL's transfer bucket is allocated in this process, so inside the budget, while the trainer is idle."""
+        """Raise a ValueError if the GPU budget does not hold VERL's transfer bucket beside the idle trainer.
+
+        The bucket is allocated in this process, and so inside the budget, while the trainer is idle.
+        """
         if get_device_name() != "cuda" or trainer.adamw is None:
             return
         plan, spec, config = trainer.plan, trainer.spec, trainer.config
@@ -139,13 +151,13 @@ class MegaTrainEngine(BaseEngine):
         needed = plan.idle_bytes + bucket + (largest if largest > bucket else 0)
         if needed > plan.gpu_cap_bytes:
             raise ValueError(
-                f"gpu_budget_gb={config.gpu_budget_gb:g} holds the trainer but not the weight transfer beside it: raise "
-                f"it by {(needed - plan.gpu_cap_bytes) / 1e9:.1f} or lower "
+                f"gpu_budget_gb={config.gpu_budget_gb:g} holds the trainer but not the weight transfer beside it: "
+                f"raise it by {(needed - plan.gpu_cap_bytes) / 1e9:.1f} or lower "
                 "rollout.checkpoint_engine.update_weights_bucket_megabytes"
             )
 
     def _bucket_bytes(self) -> int:
-        """Size of VERL's transfer bucket; 0 when it is not known here."""
+        """The size of VERL's transfer bucket, or 0 if it is not known here."""
         if isinstance(self.engine_config, MegaTrainEngineConfig):
             return self.engine_config.sync_bucket_megabytes << 20
         return 0
@@ -156,13 +168,13 @@ class MegaTrainEngine(BaseEngine):
         return StreamConfig()
 
     def _keeps_reference(self) -> bool:
-        """Whether this engine also serves as the frozen reference; see configs/megatrain_extra and verl_patches."""
+        """Whether this engine also serves as the frozen reference: see configs/megatrain_extra, driver/prepare.py."""
         config = self.engine_config
         if config.forward_only or self.model_config.lora_adapter_path != REFERENCE_MARKER:
             return False
         if isinstance(config, MegaTrainEngineConfig):
             return config.reference_for_kl_loss or config.reference_for_kl_in_reward
-        return True  # the marker was set by verl_patches.ref_in_actor, which does so only if a KL term needs it
+        return True  # driver/prepare.py has set the marker, which it does only if a KL term needs the reference
 
     def train_mode(self, **kwargs: Any) -> _EngineMode:
         return _EngineMode(self, "train", **kwargs)
@@ -172,7 +184,10 @@ class MegaTrainEngine(BaseEngine):
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """VERL's question for reference log-probs: the same pipeline reads the frozen weights meanwhile."""
+        """Within, log-probs are the reference's: the same pipeline reads the frozen weights.
+
+        VERL calls this for reference log-probs, as it does with LoRA. A ValueError if the engine keeps no reference.
+        """
         if not self._keeps_reference():
             raise ValueError(
                 "reference log-probs were asked of an engine without a reference: set "
@@ -189,33 +204,40 @@ class MegaTrainEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """A whole mini-batch: packs, log-probs, VERL's loss per pack and, unless forward only, gradients."""
+        """Run a whole mini-batch: packs, log-probs, VERL's loss per pack and, unless forward only, gradients.
+
+        Returns "loss", a number per pack; "metrics", a list over packs for each; and "model_output", log_probs and
+        perhaps entropy as jagged tensors in row order, empty in training unless the batch asks for it.
+        """
         entropy = batch.flag(data, "calculate_entropy")
         mini_batch = batch.read(data, predict=predict_mask(data, loss_function))
-        packs = mini_batch.packs(**self._pack_limits(data))
+        max_tokens, max_sequences = self._pack_limits(data)
+        packs = mini_batch.packs(max_tokens=max_tokens, max_sequences=max_sequences)
         objective = None
         if loss_function is not None:
             objective = VerlObjective(loss_function, data, self.get_data_parallel_group())
         if forward_only:
             output, stats = self._infer(packs, objective, entropy)
         else:
+            assert objective is not None, "VERL trains with a loss"
             output, stats = self._train(packs, objective, entropy)
         output["model_output"] = {}
         if forward_only or batch.flag(data, "return_model_output"):
             output["model_output"] = mini_batch.model_output(stats, packs)
         return output
 
-    def _pack_limits(self, data: TensorDict) -> dict[str, int | None]:
-        """VERL's micro-batch settings bound a pack, within what the trainer can hold."""
+    def _pack_limits(self, data: TensorDict) -> tuple[int, int | None]:
+        """The most tokens and sequences of a pack, by VERL's micro-batch settings and by what the trainer can hold."""
         if tu.get_non_tensor_data(data=data, key="force_group_size", default=1) > 1:
             raise ValueError("force_group_size > 1: strategy megatrain does not keep groups of rows in one micro-batch")
         if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
-            return {"max_tokens": min(data["max_token_len_per_gpu"], self.trainer.pack_tokens), "max_sequences": None}
-        return {"max_tokens": self.trainer.pack_tokens, "max_sequences": data["micro_batch_size_per_gpu"]}
+            return min(data["max_token_len_per_gpu"], self.trainer.pack_tokens), None
+        return self.trainer.pack_tokens, data["micro_batch_size_per_gpu"]
 
     def _infer(self, packs: list[PackedBatch], objective: VerlObjective | None, entropy: bool):
         stats = self.trainer.log_probs(packs, entropy=entropy, weights=self._weights)
-        losses, metrics = [], {}
+        losses: list[float] = []
+        metrics: dict[str, Any] = {}
         if objective is not None:
             for pack_stats, pack in zip(stats, packs, strict=True):
                 result = objective(pack_stats, pack)
@@ -232,8 +254,12 @@ class MegaTrainEngine(BaseEngine):
         return {"loss": list(out.losses), "metrics": metrics}, out.stats
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
-        """VERL's, plus in RL, all since the start: the optimizer steps skipped because a loss or the gradient norm was not finite, and
-        the seconds spent waiting for the host optimizer, in all and in weight syncs."""
+        """VERL's train_batch, with three more metrics in RL, each counted since the start.
+
+        skipped_steps: optimizer steps that were skipped because a loss or the gradient norm was not finite.
+        optimizer_wait_s/max: seconds spent waiting for the host optimizer, wherever weights were read.
+        weight_sync_wait_s/max: the part of these seconds that weight syncs waited.
+        """
         self._step_follows = True  # BaseEngine.train_batch: zero_grad, forward_backward_batch, optimizer_step
         try:
             outputs = super().train_batch(data, loss_function)
@@ -242,7 +268,7 @@ class MegaTrainEngine(BaseEngine):
         if batch.has_responses(data):
             # RL flattens lists over ranks and mini-batches and names it actor/skipped_steps; SFT would log the list
             outputs["metrics"]["skipped_steps"] = [float(self._skipped_steps)]
-            # "max" in a name: of several mini-batches VERL logs the largest, so the last
+            # with "max" in the name VERL logs the largest value of several mini-batches, which is the last
             outputs["metrics"]["optimizer_wait_s/max"] = [self.trainer.optimizer_wait_s]
             outputs["metrics"]["weight_sync_wait_s/max"] = [self._sync_wait_s]
         return outputs
@@ -251,7 +277,7 @@ class MegaTrainEngine(BaseEngine):
         self.trainer.zero_grad()
 
     def optimizer_step(self) -> float:
-        """The gradient norm before clipping."""
+        """Apply the gradients; returns their norm before clipping."""
         result = self.trainer.optim_step()
         self._skipped_steps = result.skipped_steps
         if not result.stepped:
@@ -266,7 +292,7 @@ class MegaTrainEngine(BaseEngine):
     # ---- weights out, checkpoints ----
 
     def get_per_tensor_param(self, **kwargs: Any):
-        """(name, tensor) of every parameter for the rollout engine, and no adapter."""
+        """An iterator over (name, tensor) of every parameter for the rollout engine, and None: there is no adapter."""
         return self._weights_out(), None
 
     def _weights_out(self):
@@ -292,6 +318,9 @@ class MegaTrainEngine(BaseEngine):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **kwargs: Any
     ) -> None:
-        """`del_local_after_load` is about copies of remote files, of which there are none."""
+        """Load the checkpoint at `local_path`, if that is given.
+
+        `del_local_after_load` is ignored: it is about copies of remote files, of which there are none.
+        """
         if local_path is not None:
             self.trainer.load_checkpoint(checkpoint.require(local_path))

@@ -1,7 +1,8 @@
-"""A trainer that loads its model on a thread while VERL starts the rollout engine. Used by engine.py.
+"""A trainer loads its model on a thread while VERL starts the rollout engine. Used by engine.py.
 
-GPU memory is taken before `load` returns, since a rollout engine measures what is free when it starts. What follows takes minutes for a
-large model, as long as the engine's start: host RAM is pinned, weights are read, layers are compiled.
+GPU memory is taken before `load` returns, because a rollout engine measures the free memory when it starts. Then host
+RAM is pinned, weights are read and layers are compiled. For a large model that takes minutes, as long as the rollout
+engine's start.
 """
 
 import logging
@@ -17,17 +18,20 @@ from megatrain_rl.trainer import StreamTrainer
 
 log = logging.getLogger(__name__)
 
-# What one trainer takes, the next must see when it plans.
+# A trainer plans with the memory that is free, so the one before it must have taken its memory.
 _one_at_a_time = threading.Lock()
 
 
 def load(
     model_dir: str, *, check: Callable[[StreamTrainer], None], device: str, **settings: Any
 ) -> "Future[StreamTrainer]":
-    """Returns once the trainer of `StreamTrainer.from_pretrained(model_dir, ...)` has its GPU memory; the future has the trainer when it is
-    ready to train, or the error, which is logged as well. device: "cuda" is the caller's current one.
+    """Begin `StreamTrainer.from_pretrained(model_dir, ...)` and return as soon as the trainer has its GPU memory.
 
-    check: sees the trainer's plan before the model is loaded. What it raises, and what the trainer refuses by then, is raised here.
+    The future's result is the trainer, once it is ready to train. An error of loading is the future's error, and it is
+    logged as well. device: "cuda" means the caller's current device.
+
+    check: called with the trainer, which has its plan, before the model is loaded. An error that it raises, or that the
+    trainer raises by then, is raised here.
     """
     reserved: Future[None] = Future()
     loaded: Future[StreamTrainer] = Future()
@@ -66,7 +70,8 @@ def load(
 
     # a daemon: an interpreter that ends does not wait for a model it no longer wants
     threading.Thread(target=run, name="load-model", daemon=True).start()
-    done, _ = wait([reserved, loaded], return_when=FIRST_COMPLETED)
+    futures: list[Future[Any]] = [reserved, loaded]
+    done, _ = wait(futures, return_when=FIRST_COMPLETED)
     for future in done:
         future.result()
     return loaded

@@ -1,8 +1,8 @@
-"""VERL's loss function as this package's `Objective`: called unchanged, once per pack, with that pack's rows.
+"""VERL's loss function as this package's `Objective`. It is called unchanged, once per pack, with that pack's rows.
 
 Two things make VERL's losses independent of how packs are cut: counts of the whole mini-batch (`batch_num_tokens`,
-`global_batch_size`) and one padded width of the responses for all packs, which `seq-mean-token-sum-norm` divides by.
-Called by engine.py, from one thread: VERL's loss writes into its actor config.
+`global_batch_size`), and one padded width of the responses for all packs, by which `seq-mean-token-sum-norm` divides.
+Called by engine.py from one thread, because VERL's loss writes into its actor config.
 """
 
 import functools
@@ -26,7 +26,11 @@ def _function(loss_function: LossFunction | None) -> Callable | None:
 
 
 def predict_mask(data: TensorDict, loss_function: LossFunction | None) -> list[Tensor]:
-    """Where log-probs are needed: what VERL's own loss counts, or without a loss what its trainers read; else all."""
+    """Per row, bool: true at the positions whose log-probs are needed.
+
+    For a loss of VERL's own these are the positions that it counts; without a loss, those that VERL's RL trainers read.
+    Another loss function gets every position.
+    """
     function = _function(loss_function)
     if function is ppo_loss:
         return batch.at_response_mask(data)
@@ -38,7 +42,7 @@ def predict_mask(data: TensorDict, loss_function: LossFunction | None) -> list[T
 
 
 class VerlObjective:
-    """`loss_function` over the mini-batch `data`, which gets the counts VERL's losses divide by."""
+    """`loss_function` over the mini-batch `data`. The counts that VERL's losses divide by are written into `data`."""
 
     def __init__(self, loss_function: LossFunction, data: TensorDict, group: torch.distributed.ProcessGroup):
         self._loss_function = loss_function
@@ -59,10 +63,10 @@ class VerlObjective:
 
 
 def _dense_responses(data: TensorDict) -> TensorDict:
-    """Response fields padded to the mini-batch's longest response, with 0 wherever the mask is 0.
+    """A copy of `data` with response fields padded to the mini-batch's longest response, and 0 wherever the mask is 0.
 
-    VERL's policy loss pads to the longest response it is handed, which would be the pack's. What stands at masked
-    positions (NaN included) has no meaning; multiplied by a zero gradient it could still reach the weights.
+    VERL's policy loss pads to the longest response that it is handed, which would be the pack's. Values at masked
+    positions have no meaning, but a NaN there, multiplied by a zero gradient, could still reach the weights.
     """
     responses = data["responses"]
     lengths = batch.response_lengths(data)
@@ -70,7 +74,7 @@ def _dense_responses(data: TensorDict) -> TensorDict:
     fields = {key: value for key, value in data.items() if isinstance(value, Tensor) and key != "responses"}
     dense = {}
     for key, value in fields.items():
-        if value.is_nested and value.dim() == 2 and value.offsets().diff().tolist() == lengths and key != "prompts":
+        if value.is_nested and value.dim() == 2 and batch.jagged_lengths(value) == lengths and key != "prompts":
             dense[key] = torch.nested.to_padded_tensor(value, padding=0, output_size=(len(lengths), width))
         elif not value.is_nested and value.shape == (len(lengths), width):
             dense[key] = value

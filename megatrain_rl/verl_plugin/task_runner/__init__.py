@@ -1,1 +1,5 @@
-"""What runs in VERL's task runner, the process that drives the steps: a subclass of VERL's trainer and what it adds to a run."""
+"""VERL's task runner is the process that drives the steps. It runs VERL's trainer, and here are our subclasses of it.
+
+- trainer.py has the subclasses, and what they add to a run.
+- failures.py raises two errors of a run again with a text that says what happened.
+"""

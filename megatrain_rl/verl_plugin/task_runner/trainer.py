@@ -1,13 +1,19 @@
-"""VERL's trainers with what a run of ours adds: start-up times and overlap, memory from the start, prompt samples, errors in plain words.
+"""Subclasses of VERL's trainers. Training itself is VERL's; a run of ours gains these things around it:
 
-VERL finds them in its own registry under the names of `verl_patches.ours.TRAINERS`, which the driver puts in the place of VERL's
-(driver/prepare.py). To everything else the run's mode is VERL's, `sync` or `colocate_async`. What they train is untouched.
+- Two parts of the start-up go on while the task runner waits for another, and the phases are timed.
+- Memory is sampled from the start, and the logger is watched (monitoring.py).
+- The log-probs of the rollout and of the trainer are compared.
+- Samples are taken soon after they are ready.
+- Two errors are raised in plain words (failures.py).
+
+VERL finds the subclasses in its own registry under the names in `verl_patches.ours.TRAINERS`, which the driver puts in
+the place of VERL's (driver/prepare.py). To everything else the run's mode is VERL's: `sync` or `colocate_async`.
 """
 
 import contextlib
 import importlib
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transfer_queue
@@ -26,11 +32,17 @@ from verl_patches.ours import TRAINERS
 
 log = logging.getLogger(__name__)
 
-# VERL's replay buffer looks for finished samples, sleeps, and looks again: 2 s unless told otherwise, and no setting reaches it. A look costs
-# milliseconds.
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
+else:
+    _Trainer = object  # RunOfOurs is mixed into several trainers, each of which is a PPOTrainer
+
+# VERL's replay buffer looks for finished samples, sleeps, and looks again. It sleeps 2 s by default, and no setting of
+# VERL's changes that. One look costs milliseconds.
 POLL_SECONDS = 0.05
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
-# VERL builds a run's parts in one long method. What is done shows in what it has just assigned: attribute, phase that begins there.
+# VERL builds a run's parts in one long method. An attribute that it assigns shows how far it is. Here, for each such
+# attribute, is the phase that begins with its assignment.
 _PHASES = {
     "resource_pool_to_cls": "worker process",
     "actor_rollout_wg": "trainer, GPU memory",
@@ -38,16 +50,20 @@ _PHASES = {
     "reward_loop_manager": "rollout engine",
     "llm_server_manager": "rest of the model, checkpoint",
 }
-# The trainer's process has been started and loads its model; and it has what it needs of the GPU.
+# The first is assigned when the trainer's process has been started and is about to load its model. One of the others is
+# assigned when that process has taken its GPU memory.
 _WORKER_STARTED, _WORKER_READY = "actor_rollout_wg", ("ref_policy_wg", "reward_loop_manager")
 
 
-class RunOfOurs:
-    """On top of a trainer of VERL's. Every process of a run first imports for 10 to 20 s, and the task runner waits for each in turn; two of
-    its waits go beneath the one for the trainer's process:
+class RunOfOurs(_Trainer):
+    """A mixin that stands before a trainer of VERL's and adds to it, as the module's docstring says.
 
-    - TransferQueue's start (verl_patches/transfer_queue_start.py).
-    - The import of the rollout server's class, all of vLLM with it, which VERL does later, only to hand the class to Ray.
+    Every process of a run first imports for 10 to 20 s, and VERL's task runner waits for each in turn. Here two of
+    these waits take place while the task runner waits for the trainer's process:
+
+    - the start of TransferQueue (verl_patches/transfer_queue_start.py);
+    - the import of the rollout server's class, and with it all of vLLM, which VERL needs only later, to hand the class
+      to Ray.
     """
 
     def __init__(self, config: DictConfig):
@@ -104,14 +120,17 @@ class RunOfOurs:
             super().fit(agent_loop_manager)
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        """A buffer class of the user's own is left alone."""
+        """VERL's buffer, which looks for samples every POLL_SECONDS. A buffer class of the user's own is left alone."""
         buffer = super()._build_replay_buffer()
         if type(buffer) in (ReplayBuffer, ReplayBufferAsync):
             buffer.poll_interval = POLL_SECONDS
         return buffer
 
     def _compute_old_log_prob(self, batch, metrics: dict[str, Any]):
-        """VERL logs the gap of probabilities, which hides that of unlikely tokens; ours is that of log-probs."""
+        """Add the gap between the log-probs of rollout and trainer to VERL's metrics.
+
+        VERL itself logs the gap between probabilities, in which that of unlikely tokens cannot be seen.
+        """
         batch = super()._compute_old_log_prob(batch, metrics)
         correction = self.config.algorithm.get("rollout_correction") or {}
         if self._compares_log_probs and not correction.get("bypass_mode", False):
@@ -129,22 +148,25 @@ class RunOfOurs:
             self._server_import.finish()
 
     def _watch(self, logger: Any) -> None:
-        config = OmegaConf.to_container(self.config, resolve=True)
+        config = cast(dict[str, Any], OmegaConf.to_container(self.config, resolve=True))
         monitoring.attach(logger, config, watch=self._memory, startup_s=self._times.phases_s())
 
 
 @register_trainer(TRAINERS["sync"])
 class MegaTrainSync(RunOfOurs, PPOTrainerSync):
-    """Generate, train, sync weights, one after the other."""
+    """VERL's synchronous trainer: generate, train and sync weights, one after the other."""
 
 
 @register_trainer(TRAINERS["colocate_async"])
 class MegaTrainColocateAsync(RunOfOurs, PPOTrainerColocateAsync):
-    """The same with answers that may go on over a weight sync."""
+    """VERL's colocated asynchronous trainer: the same order, but an answer may go on over a weight sync."""
 
 
 def log_prob_gap(rollout: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, float]:
-    """|log-prob by the rollout - log-prob by the trainer| in nats over response tokens: mean and largest. All (B, T)."""
+    """The mean and the largest |log-prob by the rollout - log-prob by the trainer| over response tokens, in nats.
+
+    All three are (B, T): rows, tokens of a response. mask: 1 at response tokens. Empty if the mask is all 0.
+    """
     gap = torch.masked_select((rollout.float() - trainer.float()).abs(), mask.bool())
     if not gap.numel():
         return {}
@@ -162,7 +184,7 @@ def _gap_of(batch) -> dict[str, float]:
 
 
 def _watch_memory() -> MemoryWatch | None:
-    """VERL makes its logger when everything else is up; what the start-up takes is seen from here."""
+    """Begin to sample memory, before VERL makes its logger: that is the last thing it makes. None after an error."""
     try:
         return monitoring.watch_memory()
     except Exception:
@@ -171,5 +193,5 @@ def _watch_memory() -> MemoryWatch | None:
 
 
 def _import_server() -> None:
-    with contextlib.suppress(Exception):  # VERL's own import meets it again, where it can be told
+    with contextlib.suppress(Exception):  # VERL's own import of it fails again later, and that error is raised
         importlib.import_module(_SERVER)

@@ -1,8 +1,7 @@
-"""The division of the card: sums, what is refused, and that nothing else is touched."""
+"""The card is divided: the sum of the parts, refusals, and runs in which nothing is divided."""
 
 import pytest
-import verl  # noqa: F401  (loads the plug-in)
-from hydra import compose, initialize_config_module
+import verl_cases
 from omegaconf import open_dict
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -17,22 +16,11 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def composed(*overrides: str):
-    base = [
-        "model_engine=megatrain",
-        "algorithm.adv_estimator=grpo",
-        "trainer.n_gpus_per_node=1",
-        f"{ROLLOUT}.name=vllm",
-    ]
-    base += [
-        f"actor_rollout_ref.{key}_per_gpu=2"
-        for key in ("actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size")
-    ]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=base + list(overrides))
+    return verl_cases.composed(*verl_cases.OURS, *verl_cases.RUN, f"{ROLLOUT}.name=vllm", *overrides)
 
 
 def resolve(config, read_card) -> None:
-    """As driver/prepare.py does."""
+    """Fill in the fraction, as driver/prepare.py does."""
     card = gpu_share.shared_card(config, read_card)
     with open_dict(config):
         config.actor_rollout_ref.rollout.gpu_memory_utilization = gpu_share.engine_fraction(config, card)
@@ -63,7 +51,7 @@ def test_the_sum_stays_inside_the_card(card, told, budget):
 
 def test_model_that_does_not_fit_is_refused_and_fp8_halves_it(tmp_path):
     model = model_files(tmp_path, 65.5)
-    with pytest.raises(ValueError, match=r"weights \(65.5 GB\).*lower .*gpu_budget_gb.*quantization=fp8"):
+    with pytest.raises(ValueError, match=r"65\.5 GB.*gpu_budget_gb.*quantization=fp8"):
         resolve(composed(model, f"{ACTOR}.card_gb=78"), lambda: H100)
     config = composed(model, f"{ACTOR}.card_gb=78", f"{ROLLOUT}.quantization=fp8")
     resolve(config, lambda: H100)
@@ -74,24 +62,22 @@ def test_fraction_by_hand_is_kept_or_refused():
     config = composed(f"{ROLLOUT}.gpu_memory_utilization=0.6")
     resolve(config, lambda: H100)
     assert share(config) == 0.6
-    with pytest.raises(
-        ValueError, match="gpu_memory_utilization: trainer 9.0 GB .* more than the card's 84.8 GB; lower it"
-    ):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization.*9\.0 GB.*84\.8 GB"):
         resolve(composed(f"{ROLLOUT}.gpu_memory_utilization=0.95"), lambda: H100)
-    with pytest.raises(ValueError, match="gpu_memory_utilization=most: must be auto or a number"):
+    with pytest.raises(ValueError, match="gpu_memory_utilization=most"):
         resolve(composed(f"{ROLLOUT}.gpu_memory_utilization=most"), lambda: H100)
 
 
 def test_a_card_in_use_is_refused():
     busy = Card(total_bytes=80 * GIB, free_bytes=30 * GIB)
-    with pytest.raises(ValueError, match="32.2 GB that are free on the card: another process.*card_gb"):
+    with pytest.raises(ValueError, match=r"32\.2 GB.*card_gb"):
         resolve(composed(), lambda: busy)
     resolve(composed(f"{ACTOR}.card_gb=32"), lambda: busy)
 
 
 @pytest.mark.parametrize("told", ["null", "80"])
 def test_a_card_that_cannot_be_read(told):
-    with pytest.raises(ValueError, match="auto: nvidia-smi cannot tell the GPU's memory .* set a fraction"):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=auto.*nvidia-smi"):
         resolve(composed(f"{ACTOR}.card_gb={told}"), lambda: None)
     by_hand = composed(f"{ROLLOUT}.gpu_memory_utilization=0.4", f"{ACTOR}.card_gb={told}")
     resolve(by_hand, lambda: None)
@@ -112,7 +98,7 @@ def test_other_model_engines_are_left_alone():
 
 
 def test_card_smaller_than_the_budget_is_named():
-    with pytest.raises(Exception, match="card_gb=8.*more than gpu_budget_gb=9"):
+    with pytest.raises(Exception, match=r"card_gb=8.*gpu_budget_gb=9"):
         omega_conf_to_dataclass(composed(f"{ACTOR}.card_gb=8").actor_rollout_ref.actor)
 
 

@@ -1,8 +1,10 @@
-"""The driver refuses a run or fills in its settings; two functions, of which one changes nothing and the other refuses nothing."""
+"""The driver refuses a run, or fills in its settings: one function changes nothing, the other refuses nothing."""
+
+import os
 
 import pytest
 from omegaconf import OmegaConf
-from test_plugin_config import DP, OURS, RUN, composed
+from verl_cases import DP, OURS, RUN, composed, validate
 
 from megatrain_rl.verl_plugin.driver import prepare
 from verl_patches import ours
@@ -57,6 +59,28 @@ def test_the_trainer_is_ours_by_verls_registry(mode):
     prepare.prepare(config)
     trainer = get_trainer_cls(config.trainer.v1.trainer_mode)
     assert trainer is not get_trainer_cls(mode) and issubclass(trainer, get_trainer_cls(mode))
+
+
+@pytest.mark.parametrize(
+    "overrides, given, kept",
+    [(OURS, None, "0"), (OURS, "250", "250"), ([], None, None)],
+    ids=["ours", "set by hand", "another engine"],
+)
+def test_ray_leaves_host_ram_to_the_run(monkeypatch, overrides, given, kept):
+    """By default Ray kills a process when 95 % is in use, and starts a process per core that the run cannot use."""
+    names = ("RAY_memory_monitor_refresh_ms", "RAY_prestart_worker_first_driver")
+    for name in names:
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
+    validate(*overrides)
+    assert [os.environ.get(name) for name in names] == [kept, kept]
+
+
+def test_a_bad_time_limit_is_refused_in_the_driver(monkeypatch):
+    monkeypatch.setenv("MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="MEGATRAIN_WEIGHT_TRANSFER_TIMEOUT=soon"):
+        validate(*OURS)
 
 
 def test_verls_older_trainer_is_left_alone():

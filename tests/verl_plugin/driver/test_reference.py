@@ -1,10 +1,10 @@
 """Reference log-probs come from the actor's engine: VERL would build a second one, the driver has it ask the first."""
 
 import pytest
-from test_plugin_config import DP, OURS, RUN, composed, validate
 from verl.trainer.main_ppo_v0 import BaseTaskRunner
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import get_trainer_cls
+from verl_cases import DP, OURS, RUN, composed, validate
 
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
 

@@ -10,7 +10,7 @@ from megatrain_rl.verl_plugin.engine import process_group
 
 @pytest.fixture
 def opened_by_verl(world, monkeypatch):
-    """The default group as VERL opens it on a GPU; returns it. What is said of it stands in for an NCCL that this build may lack."""
+    """The default group, with a backend config like that of VERL's group on a GPU: this build may have no NCCL."""
     config = dist.get_backend_config
     original = dist.group.WORLD
     monkeypatch.setattr(
