@@ -1,9 +1,10 @@
 """LRSchedule: the factor of the learning rate, a pure function of the steps it has counted."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-KINDS = ("constant", "cosine", "linear")
+Kind = Literal["constant", "cosine", "linear"]
+KINDS: tuple[str, ...] = get_args(Kind)
 
 
 class LRSchedule:
@@ -16,7 +17,7 @@ class LRSchedule:
     def __init__(
         self,
         *,
-        kind: Literal["constant", "cosine", "linear"] = "constant",
+        kind: Kind = "constant",
         warmup_steps: int = 0,
         total_steps: int = 0,
         min_lr_ratio: float = 0.0,

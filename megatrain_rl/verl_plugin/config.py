@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 from verl.workers.config import ActorConfig, EngineConfig, FSDPOptimizerConfig, OptimizerConfig
 
 from megatrain_rl.config import AdamWConfig, StreamConfig, check_knobs, knob
-from megatrain_rl.optim.lr_schedule import KINDS, LRSchedule
+from megatrain_rl.optim.lr_schedule import KINDS, Kind, LRSchedule
 from megatrain_rl.planner import usable_host_bytes
 
 # With this as the model's `lora_adapter_path` VERL computes reference log-probs with the actor's engine
@@ -175,7 +175,7 @@ def adamw_config(optim: OptimizerConfig) -> AdamWConfig:
 
 
 def lr_schedule(optim: OptimizerConfig) -> LRSchedule:
-    """The schedule VERL's optimizer config asks for, a factor of its rate: explicit warm-up steps first, else the ratio of all steps."""
+    """The schedule VERL's optimizer config asks for: explicit warm-up steps first, else the ratio of all steps."""
     total_steps = max(0, optim.total_training_steps)
     warmup_steps = optim.lr_warmup_steps
     if warmup_steps is None or warmup_steps <= 0:
@@ -183,7 +183,7 @@ def lr_schedule(optim: OptimizerConfig) -> LRSchedule:
     if not isinstance(optim, (MegaTrainOptimizerConfig, FSDPOptimizerConfig)):
         return LRSchedule(warmup_steps=warmup_steps, total_steps=total_steps)
     return LRSchedule(
-        kind=optim.lr_scheduler_type,
+        kind=cast(Kind, optim.lr_scheduler_type),  # LRSchedule checks it
         warmup_steps=warmup_steps,
         total_steps=total_steps,
         min_lr_ratio=optim.min_lr_ratio or 0.0,

@@ -1,6 +1,7 @@
-"""What VERL's own engines need to run without a GPU: a CPU platform, process groups on it, and a rollout. Nothing of our engine.
+"""What VERL's own engines need to run without a GPU, and nothing of our engine.
 
-Named in VERL_USE_EXTERNAL_MODULES by runs that are to be the same with and without the plug-in, whose entry point brings these too.
+It is a CPU platform, process groups on it, and a rollout. Runs that are to be the same with and without the plug-in name
+this module in VERL_USE_EXTERNAL_MODULES; the plug-in's entry point brings these things too.
 """
 
 from types import ModuleType

@@ -196,7 +196,7 @@ def side_by_side(workspace, request) -> dict[str, Run]:
 
 
 def test_strategy_alone_on_the_default_model_engine(side_by_side):
-    """The run has importance weights for the difference between rollout and trainer, which is tiny: they are about 1."""
+    """Its importance weights stand for the difference between rollout and trainer, which is tiny: they are about 1."""
     steps = side_by_side["dp"].finish()
     for step in steps.values():
         assert_healthy(step)

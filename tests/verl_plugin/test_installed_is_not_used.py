@@ -1,4 +1,4 @@
-"""A run of another strategy is the same with the plug-in installed and without: VERL's FSDP2 engine, twice, on the CPU."""
+"""A run of another strategy is the same with the plug-in installed and without: VERL's FSDP2 engine, on the CPU."""
 
 import os
 import re
@@ -12,8 +12,8 @@ __all__ = ["workspace"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-# One sequence a step: the rows of a batch come in the order in which they are finished, and sums depend on it. Its reward
-# is discounted from token to token, so that advantages differ.
+# A step has one sequence: the rows of a batch come in the order in which they are finished, and sums depend on it. Its
+# reward is discounted from token to token, so that advantages differ.
 OTHER = [
     "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2", "critic.strategy=fsdp2",
     "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9", "actor_rollout_ref.rollout.n=1",
@@ -64,7 +64,7 @@ def values(step: dict[str, float]) -> dict[str, float]:
 
 
 def messages(run: Run, name: str) -> Counter:
-    """How often each line was written, without numbers, colours, bars of progress and the metrics, which are compared above."""
+    """How often each line was written, without numbers, colours and bars of progress. Metrics are compared above."""
     lines = (re.sub(r"\x1b\[[\d;]*m", "", line) for line in re.split(r"[\r\n]+", run.log().replace(name, "NAME")))
     kept = (line for line in lines if "step:" not in line and "it/s]" not in line and "s/it]" not in line)
     return Counter(filter(None, (re.sub(r"0x[\da-f]+|\d+|(?<=actor_id=)\w+", "", line).rstrip() for line in kept)))

@@ -7,6 +7,7 @@ import torch
 import verl_cases
 
 from megatrain_rl import trainer as trainer_module
+from megatrain_rl.optim import masters
 from megatrain_rl.trainer import StreamTrainer
 from megatrain_rl.verl_plugin.engine import loading
 from megatrain_rl.verl_plugin.engine.engine import MegaTrainEngine
@@ -16,8 +17,8 @@ from megatrain_rl.verl_plugin.engine.engine import MegaTrainEngine
 def held_up(monkeypatch):
     """Loading stops before the first weight until this event is set."""
     event = threading.Event()
-    fill = StreamTrainer._set
-    monkeypatch.setattr(StreamTrainer, "_set", lambda self, *args: (event.wait(60), fill(self, *args)))
+    write = masters.write_master
+    monkeypatch.setattr(masters, "write_master", lambda *args: (event.wait(60), write(*args)))
     yield event
     event.set()
 
