@@ -1,7 +1,7 @@
 """What VERL's own engines need to run without a GPU, and nothing of our engine.
 
-It is a CPU platform, process groups on it, and a rollout. Runs that are to be the same with and without the plug-in name
-this module in VERL_USE_EXTERNAL_MODULES; the plug-in's entry point brings these things too.
+It is a CPU platform, process groups on it, and a rollout. Runs that are to be the same with and without the plug-in
+name this module in VERL_USE_EXTERNAL_MODULES; the plug-in's entry point brings these things too.
 """
 
 from types import ModuleType
