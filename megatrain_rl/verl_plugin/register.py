@@ -11,10 +11,6 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-import verl_patches
-from verl_patches import untested_verl, versions
-from verl_patches.post_import import on_import
-
 _EMBEDDED_ADAPTER = "megatrain_rl.rollout.embedded.EmbeddedServerAdapter"
 
 _installed = False
@@ -25,6 +21,11 @@ def install() -> None:
     global _installed
     if _installed:
         return
+    # imported here, so that a failing import is told too
+    import verl_patches
+    from verl_patches import untested_verl, versions
+    from verl_patches.post_import import on_import
+
     if versions.verl_is_tested():
         on_import("verl.plugin.platform.platform_manager", _register_cpu_platform)
         on_import("verl.workers.engine", _register_engine)

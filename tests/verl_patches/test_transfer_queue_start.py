@@ -1,6 +1,6 @@
 """verl_patches/transfer_queue_start.py: VERL waits for its queue first of all, the patch puts the start off; gate.
 
-How our trainer begins and ends it: tests/verl_plugin/task_runner/test_trainer.py.
+How our trainer begins and ends it: tests/verl_plugin/task_runner/test_run_trainer.py.
 """
 
 import inspect

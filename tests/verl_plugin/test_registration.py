@@ -48,7 +48,14 @@ try:
     import megatrain_rl.verl_plugin.register
 except ZeroDivisionError:
     print("raised")
+sys.modules["verl_patches.untested_verl"] = None
+del verl_patches.untested_verl
+try:
+    import megatrain_rl.verl_plugin.register
+except ImportError:
+    print("a failing import too")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "heavy [] cuda False" in done.stdout and "raised" in done.stdout, done.stdout + done.stderr
+    assert "a failing import too" in done.stdout and done.stderr.count("could not be installed") == 2
     assert "VERL plug-in" in done.stderr and "ZeroDivisionError" in done.stderr
