@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from verl_patches import weight_transfer_socket
+from verl_patches import ours, weight_transfer_socket
 
 _EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 
@@ -102,7 +102,7 @@ class ResidentEngine:
         server = types.SimpleNamespace(
             _disaggregation_role="null", _admitting=0, _park_until_admitted=admit, lora_as_adapter=False, replica_rank=0,
             global_steps=0, engine=types.SimpleNamespace(generate=generate), model_config=types.SimpleNamespace(processor=None),
-            config=RolloutConfig(name="vllm", max_model_len=256, prompt_length=len(prompt), response_length=tokens),
+            config=RolloutConfig(name="vllm", max_model_len=256, prompt_length=len(prompt), response_length=tokens, custom=ours.marked(None)),
         )  # fmt: skip
         output = await vLLMHttpServer.generate(
             server, prompt, {"temperature": 0.0, "logprobs": True, "ignore_eos": True}, next(self._request_ids)
@@ -120,13 +120,16 @@ class ResidentEngine:
 
 
 def _adapter(engine: AsyncLLM, bucket_megabytes: int):
-    """VERL's adapter of the trainer's worker, connected to `engine`."""
+    """VERL's adapter of the trainer's worker, connected to `engine`, in a run of ours."""
     from verl.workers.config import CheckpointEngineConfig, RolloutConfig
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
+    ours.note_engine()
     os.environ |= {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}
     bucket = CheckpointEngineConfig(update_weights_bucket_megabytes=bucket_megabytes)
-    config = RolloutConfig(name="vllm", checkpoint_engine=bucket, tensor_model_parallel_size=1)
+    config = RolloutConfig(
+        name="vllm", checkpoint_engine=bucket, tensor_model_parallel_size=1, custom=ours.marked(None)
+    )
     adapter = ServerAdapter(config=config, model_config=None, device_mesh=None)
     adapter.server_handle = _Handle(engine, asyncio.get_running_loop())
     return adapter
