@@ -1,7 +1,7 @@
 """The parts in which the GPU tests run: `bash tests/run.sh -m gpu_part1` runs one.
 
-A part is to fit five minutes on a fresh machine, compilation included. Every test marked `gpu` gets the mark of its part by
-its file (conftest.py); test_gpu_parts.py holds that no test has none or two.
+A part is to fit five minutes on a fresh machine, compilation included. Every test marked `gpu` gets the mark of its
+part by its file (conftest.py); test_gpu_parts.py holds that no test has none or two.
 """
 
 from pathlib import Path
