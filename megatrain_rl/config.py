@@ -121,7 +121,7 @@ class StreamConfig:
     cpu_threads: int | None = knob(
         None,
         "threads of the host optimizer and of torch on the CPU; null takes seven of every eight cores that this "
-        "process may use, the others drive the GPU",
+        "process may use for the optimizer, since the others drive the GPU, and all of them for torch",
     )
     host_budget_gb: float | None = knob(
         None, "host RAM in GB that the trainer may use; null reads what the machine or its cgroup has"
