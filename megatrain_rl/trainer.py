@@ -284,7 +284,7 @@ class StreamTrainer:
             self.schedule.load_state_dict(state["schedule"])
 
     def synchronize(self) -> None:
-        """Until gradients have landed and the optimizer is done."""
+        """Wait until gradients have landed and the optimizer is done."""
         self._require_settled()
         self._executor.drain()
         self._wait_for_optimizer()

@@ -170,12 +170,12 @@ class HostAdamW:
     # ---- rest ----
 
     def wait(self) -> None:
-        """Until the update is complete; raises what went wrong in it."""
+        """Wait until the update is complete; raises what went wrong in it."""
         self.settle()
         self._store.read(self._blocks[0])
 
     def settle(self) -> None:
-        """Until the worker is idle, whatever came of its work."""
+        """Wait until the worker is idle, whatever came of its work."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and self._busy is None)

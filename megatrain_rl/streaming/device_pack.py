@@ -31,7 +31,7 @@ class DevicePack:
 
     @property
     def num_tokens(self) -> int:
-        """With padding."""
+        """The number of tokens, padding included."""
         return self.tokens_T.numel()
 
     @classmethod

@@ -163,7 +163,7 @@ class StreamExecutor:
         return result
 
     def drain(self) -> None:
-        """Until every gradient has landed; raises what went wrong on the way."""
+        """Wait until every gradient has landed; raises what went wrong on the way."""
         if self._sums is not None:
             self._sums.drain()
 

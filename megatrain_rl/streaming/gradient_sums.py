@@ -58,7 +58,7 @@ class GradientSums:
         self._slabs.push(block, total, grad_host)
 
     def drain(self) -> None:
-        """Until everything pushed has landed; raises what went wrong on the way."""
+        """Wait until everything pushed has landed; raises what went wrong on the way."""
         self._slabs.drain()
 
     def close(self) -> None:
