@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,8 +66,7 @@ class StreamTrainer:
         self._device = device
         self._pin = device.type == "cuda"
         self._executor = StreamExecutor(spec, config, self.plan, device)
-        log.info("streaming %.2f B parameters", spec.num_parameters / 1e9)
-        for line in self.plan.table():
+        for line in (f"streaming {spec.num_parameters / 1e9:.2f} B parameters", *self.plan.table()):
             log.info(line)
         self._reference: WeightStore | None = None
         self._companions: Path | None = None
@@ -269,7 +268,9 @@ class StreamTrainer:
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write the complete state; see `megatrain_rl.checkpoint` for the layout."""
         self._wait_for_optimizer()
-        state = {} if self._update is None else self._update.state_dict() | {"schedule": self.schedule.state_dict()}
+        state: dict[str, Any] = {"skipped_steps": 0}
+        if self._update is not None:
+            state = self._update.state_dict() | {"schedule": self.schedule.state_dict()}
         checkpoint.save(Path(directory), self.spec, self._store, self._optimizer, state, self._companions)
 
     def load_checkpoint(self, directory: str | Path) -> None:

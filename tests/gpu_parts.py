@@ -16,7 +16,6 @@ GPU_PARTS = {
         "transfer/test_arena.py", "transfer/test_transfer.py", "model/test_attention_gpu.py", "examples",
     ),
     # real widths: compilation, and memory under the hard cap
-    # real widths: compilation, and memory under the hard cap
     "gpu_part2": ("streaming", "transfer/test_budget_gpu.py"),
     # late streams
     "gpu_part3": ("transfer/test_lanes_gpu.py",),

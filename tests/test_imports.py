@@ -3,13 +3,14 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import megatrain_rl
+import verl_patches
 
 PACKAGE = Path(megatrain_rl.__file__).parent
 ROOT = PACKAGE.parent
@@ -52,8 +53,12 @@ FILES = {module_name(f): f for f in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "ve
 
 def imports(file: Path) -> set[str]:
     """Names that the file imports, also within functions. An import that only a type checker reads does not count."""
+    return named_by(runtime_nodes(ast.parse(file.read_text())))
+
+
+def named_by(nodes: Iterable[ast.AST]) -> set[str]:
     found = set()
-    for node in runtime_nodes(ast.parse(file.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -63,7 +68,8 @@ def imports(file: Path) -> set[str]:
 
 def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            yield from (node for other in child.orelse for node in (other, *runtime_nodes(other)))
             continue
         yield child
         yield from runtime_nodes(child)
@@ -133,8 +139,16 @@ def test_a_circle_would_be_seen():
 
 @pytest.mark.parametrize("name", FILES)
 def test_only_verls_side_imports_verl(name):
+    """Not even for a type checker."""
     allowed = name.startswith((PLUGIN, "megatrain_rl.rollout", "verl_patches"))
-    assert allowed or {i.split(".")[0] for i in imports(FILES[name])}.isdisjoint(FRAMEWORKS)
+    found = named_by(ast.walk(ast.parse(FILES[name].read_text())))
+    assert allowed or {i.split(".")[0] for i in found}.isdisjoint(FRAMEWORKS)
+
+
+def test_the_tests_shadow_no_package():
+    """tests/ is on the path of some of their processes."""
+    assert Path(verl_patches.__file__).parent == ROOT / "verl_patches"
+    assert not {folder.name for folder in (ROOT / "tests").iterdir()} & {"verl_patches", "megatrain_rl"}
 
 
 def test_patches_know_nothing_of_the_package():

@@ -711,6 +711,7 @@ def test_close_while_the_worker_has_jobs(build, after):
     assert trainer._optimizer._waiting or trainer._optimizer._busy is not None
     closer = threading.Thread(target=trainer.close, daemon=True)
     closer.start()
+    assert closer.is_alive(), "it waits for the worker, which is held"
     go.set()
     closer.join(30)
     assert not closer.is_alive() and not trainer._optimizer._worker.is_alive()

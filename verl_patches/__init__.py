@@ -14,9 +14,11 @@ from typing import Any
 from verl_patches import (
     before_ray,
     hydra_overrides,
+    log_prob_gap,
     no_detokenization,
     process_group_cpu,
     tracking_monitor,
+    trainer_mode,
     transfer_queue_start,
     versions,
     weight_transfer_socket,
@@ -25,7 +27,14 @@ from verl_patches import (
 
 Hook = Callable[[ModuleType], None]
 
-PATCHES = (process_group_cpu, weight_transfer_timeout, weight_transfer_socket, no_detokenization, transfer_queue_start)
+PATCHES = (
+    process_group_cpu,
+    weight_transfer_timeout,
+    weight_transfer_socket,
+    no_detokenization,
+    transfer_queue_start,
+    trainer_mode,
+)
 
 
 def install(
@@ -34,19 +43,27 @@ def install(
     prepare: Callable[[Any], None],
     check_overrides: Callable[[list[str]], None],
     attach_monitor: Callable[[Any, dict[str, Any]], object],
+    compare_log_probs: Callable[[Any], dict[str, float]],
     found: Mapping[str, str] | None = None,
 ) -> None:
     """Have every patch applied when its module is imported.
 
     on_import: registers a hook for a module's import (post_import.py).
-    prepare, check_overrides, attach_monitor: see before_ray.py, hydra_overrides.py and tracking_monitor.py.
+    prepare, check_overrides, attach_monitor, compare_log_probs: see before_ray.py, hydra_overrides.py,
+        tracking_monitor.py and log_prob_gap.py.
     found: versions that take the place of the installed ones.
     """
     for patch in PATCHES:
         if versions.hold(patch.VERSIONS, found):
             for module, apply in hooks(patch).items():
                 on_import(module, apply)
-    for patch, call in ((before_ray, prepare), (hydra_overrides, check_overrides), (tracking_monitor, attach_monitor)):
+    called: list[tuple[ModuleType, Callable[..., Any]]] = [
+        (before_ray, prepare),
+        (hydra_overrides, check_overrides),
+        (tracking_monitor, attach_monitor),
+        (log_prob_gap, compare_log_probs),
+    ]
+    for patch, call in called:
         if versions.hold(patch.VERSIONS, found):
             on_import(patch.MODULE, functools.partial(_apply, patch.apply, call))
 

@@ -1,54 +1,60 @@
-"""Deferred: a call that is put off, then made on a thread of its own, and waited for before its effect is needed.
-
-Used by transfer_queue_start.py, and by our trainer for the import of the rollout server.
-"""
+"""Deferred: a call that is put off, made on a thread of its own, and over before anybody needs what it makes."""
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 
 class Deferred:
-    """It holds one call at a time. name: the thread's name."""
+    """One call at a time. name: of the thread, which does not keep the interpreter from ending."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str):
         self._name = name
+        self._changed = threading.Lock()
         self._call: Callable[[], object] | None = None
         self._future: Future[object] | None = None
-        self._thread: int | None = None
+        self._thread: threading.Thread | None = None
 
     def put_off(self, call: Callable[[], object]) -> None:
-        """Keep `call` for later."""
+        """Keep `call` for `begin` or `finish`."""
         self._call = call
 
     def begin(self) -> None:
-        """Start the call that was put off, if there is one."""
-        call, self._call = self._call, None
-        if call is None:
-            return
-        executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-        self._future = executor.submit(self._run, call)
-        executor.shutdown(wait=False)
+        """Make the call that was put off; nothing without one."""
+        with self._changed:
+            call, self._call = self._call, None
+            if call is None:
+                return
+            self._future = Future()
+            self._thread = threading.Thread(target=_run, args=(call, self._future), name=self._name, daemon=True)
+            self._thread.start()
 
     def forget(self) -> None:
-        """Drop a call that was put off and has not begun."""
+        """Drop the call that was put off and has not begun: it will not be needed."""
         self._call = None
 
     def finish(self) -> None:
-        """Wait until the call has ended, and start it now if it has not begun. Its error is raised here, once.
+        """Wait until the call has ended, begun now if it was not. Its error is raised to the first who waits, and once.
 
-        Within the call itself `finish` returns at once.
+        Called within the call itself it does nothing.
         """
-        if self._thread == threading.get_ident():
+        if threading.current_thread() is self._thread:
             return
         self.begin()
-        future, self._future = self._future, None
-        if future is not None:
-            future.result()
+        future = self._future
+        if future is None:
+            return
+        error = future.exception()  # waits
+        with self._changed:
+            first = self._future is future
+            if first:
+                self._future = None
+        if error is not None and first:
+            raise error
 
-    def _run(self, call: Callable[[], object]) -> None:
-        self._thread = threading.get_ident()
-        try:
-            call()
-        finally:
-            self._thread = None
+
+def _run(call: Callable[[], object], future: "Future[object]") -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

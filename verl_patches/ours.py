@@ -15,20 +15,33 @@ TRAINERS = {"sync": "megatrain_sync", "colocate_async": "megatrain_colocate_asyn
 _ROLLOUT_KEY = "megatrain_rl"
 
 _engine_lives_here = False
+_trainer_lives_here = False
 
 
 def our_roles(config: Mapping[str, Any] | None) -> set[str]:
     """Which parts of VERL's config ask for strategy megatrain: actor, ref and critic in RL, engine in SFT."""
-    config = config or {}
-    roles = config.get("actor_rollout_ref") or {}
-    parts = {"actor": roles.get("actor"), "ref": roles.get("ref"), "critic": config.get("critic")}
-    parts["engine"] = config.get("engine")
-    return {name for name, part in parts.items() if part and part.get("strategy") == STRATEGY}
+    parts = _parts(config)
+    return {name for name, part in parts.items() if part.get("strategy") == STRATEGY}
+
+
+def concerns_us(config: Mapping[str, Any] | None) -> bool:
+    """Whether a part of VERL's config asks for strategy megatrain, or has settings of ours under another strategy."""
+    return bool(our_roles(config)) or any("megatrain" in part for part in _parts(config).values())
 
 
 def is_ours(config: Mapping[str, Any] | None) -> bool:
     """Whether strategy megatrain trains in this run."""
     return not our_roles(config).isdisjoint({"actor", "engine"})
+
+
+def _parts(config: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """The parts of a config that may have a strategy. A logger may be given any config, even none of VERL's."""
+    whole = config if isinstance(config, Mapping) else {}
+    roles = whole.get("actor_rollout_ref")
+    roles = roles if isinstance(roles, Mapping) else {}
+    parts = {"actor": roles.get("actor"), "ref": roles.get("ref")}
+    parts |= {"critic": whole.get("critic"), "engine": whole.get("engine")}
+    return {name: part for name, part in parts.items() if isinstance(part, Mapping)}
 
 
 def marked(custom: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -50,3 +63,14 @@ def note_engine() -> None:
 def engine_lives_here() -> bool:
     """Whether an engine of ours was built in this process."""
     return _engine_lives_here
+
+
+def note_trainer() -> None:
+    """Remember that a trainer of ours (megatrain_rl/verl_plugin/task_runner) is built in this process."""
+    global _trainer_lives_here
+    _trainer_lives_here = True
+
+
+def trainer_lives_here() -> bool:
+    """Whether a trainer of ours was built in this process: it has its logger watched itself."""
+    return _trainer_lives_here

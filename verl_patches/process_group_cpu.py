@@ -25,6 +25,8 @@ _FUNCTIONS = ("initialize_global_process_group", "initialize_global_process_grou
 
 def apply(module: ModuleType) -> None:
     def initialize(function, *args, **kwargs):
+        if module.get_device_name() != "cpu":  # torch's function stays as it is where there is nothing to mend
+            return function(*args, **kwargs)
         with _each_backend_once():
             return function(*args, **kwargs)
 

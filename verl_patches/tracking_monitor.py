@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from verl_patches.ours import TRAINERS, is_ours
+from verl_patches.ours import is_ours, trainer_lives_here
 from verl_patches.versions import TESTED_VERL
 from verl_patches.wrap import wrap
 
@@ -25,13 +25,7 @@ def apply(module: ModuleType, attach: Callable[[Any, dict[str, Any]], object]) -
 
     def make(init, self, project_name, experiment_name, default_backend="console", config=None):
         init(self, project_name, experiment_name, default_backend, config)
-        if config is not None and is_ours(config) and not _our_trainer_logs(config):
+        if is_ours(config) and not trainer_lives_here():
             attach(self, config)
 
     wrap(module.Tracking, "__init__", make, patch=__name__)
-
-
-def _our_trainer_logs(config: dict[str, Any]) -> bool:
-    trainer = config.get("trainer") or {}
-    mode = (trainer.get("v1") or {}).get("trainer_mode")
-    return bool(trainer.get("use_v1")) and mode in TRAINERS

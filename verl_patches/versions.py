@@ -28,7 +28,9 @@ def hold(versions: Mapping[str, str], found: Mapping[str, str] | None = None) ->
     found = found or {}
     for name, wanted in versions.items():
         version = found.get(name) or installed(name)
-        if version is None or not SpecifierSet(wanted).contains(version):
+        spec = SpecifierSet(wanted)
+        # said in so many words: without it, newer versions of `packaging` let pre-releases in
+        if version is None or not spec.contains(version, prereleases=bool(spec.prereleases)):
             return False
     return True
 

@@ -12,16 +12,24 @@ The patch adds Ray's node id, which is unique: the sender and its engine share a
 id. Both sides are changed, and only together.
 """
 
+import logging
 import os
 from types import ModuleType
 
-from verl_patches.ours import is_our_rollout
+from verl_patches.ours import engine_lives_here, is_our_rollout
 from verl_patches.versions import TESTED_VERL
 from verl_patches.wrap import wrap
+
+log = logging.getLogger(__name__)
 
 VERSIONS = {"verl": TESTED_VERL}
 # In this variable the server hands the job's id on to its engine's processes.
 VARIABLE = "VERL_RAY_JOB_ID"
+UNMARKED = (
+    "strategy megatrain, but verl.utils.config.validate_config was not called with this run's config: weight-transfer "
+    "sockets may be shared with another run on this machine, vLLM makes text of every answer, and start-up and samples "
+    "take longer; call it before run_ppo, as VERL's main_ppo does"
+)
 # A node's id has 56 letters, and a socket's path may have 107 in all.
 _NODE_LETTERS = 16
 
@@ -30,6 +38,8 @@ def apply_to_sender(module: ModuleType) -> None:
     def make(init, self, *args, **kwargs):
         init(self, *args, **kwargs)
         if not is_our_rollout(self.config):
+            if engine_lives_here():
+                log.warning(UNMARKED)
             return
         job, unique = ids()
         before, after = f"-{job}-", f"-{unique}-"

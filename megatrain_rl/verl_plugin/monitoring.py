@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.watch import report
 from megatrain_rl.watch.memory import MemoryWatch, open_gpus
@@ -20,6 +23,8 @@ from megatrain_rl.watch.monitor import RunMonitor
 from megatrain_rl.watch.processes import RunProcesses
 
 log = logging.getLogger(__name__)
+
+_compares = False  # whether a run that is watched logs in this process
 
 FOLDER = "megatrain"
 # The engine's metrics in seconds since the start (engine/engine.py), and the names of their differences per step.
@@ -90,10 +95,11 @@ def attach(
 
     config: VERL's config with every value resolved. watch: the sampling that goes on; with None it begins here.
     """
+    global _compares
     try:
         monitor = RunMonitor(
             Path(config["trainer"]["default_local_dir"]) / FOLDER,
-            watch or watch_memory(),
+            watch or MemoryWatch(RunProcesses(), open_gpus()),
             gpu_budget_gb=gpu_budget_gb(config),
             startup_s=startup_s,
             stages=_STAGES,
@@ -105,6 +111,7 @@ def attach(
         return False
     # The object gets a class of its own. Methods set on the object would refer back to it and so form a cycle, but
     # VERL's logger finishes when the last reference to it goes.
+    _compares = True
     tracking.step_log = StepLog(monitor)
     tracking.__class__ = _watched(type(tracking))
     return True
@@ -128,3 +135,34 @@ def gpu_budget_gb(config: Mapping[str, Any]) -> float:
     engine = config.get("engine") or {}
     default = StreamConfig().gpu_budget_gb
     return float((actor.get("megatrain") or {}).get("gpu_budget_gb", engine.get("gpu_budget_gb", default)))
+
+
+def log_prob_gap(rollout: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, float]:
+    """The mean and the largest |log-prob by the rollout - log-prob by the trainer| over response tokens, in nats.
+
+    All three are (B, T): rows, tokens of a response. mask: 1 at response tokens. Empty if the mask is all 0.
+    """
+    gap = torch.masked_select((rollout.float() - trainer.float()).abs(), mask.bool())
+    if not gap.numel():
+        return {}
+    return {
+        "megatrain/rollout_log_prob_gap_mean": gap.mean().item(),
+        "megatrain/rollout_log_prob_gap_max": gap.max().item(),
+    }
+
+
+def compare(data: Any) -> dict[str, float]:
+    """Metrics to add where VERL compares rollout and trainer (verl_patches/log_prob_gap.py); empty in runs of others.
+
+    VERL itself logs the gap between probabilities, in which that of unlikely tokens cannot be seen.
+    """
+    global _compares
+    if not _compares:
+        return {}
+    try:
+        batch = data.batch
+        return log_prob_gap(batch["rollout_log_probs"], batch["old_log_probs"], batch["response_mask"])
+    except Exception:
+        _compares = False
+        log.warning("the log-prob gap is no longer measured; training goes on", exc_info=True)
+        return {}

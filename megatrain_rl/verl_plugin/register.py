@@ -34,7 +34,11 @@ def install() -> None:
         on_import("verl.trainer.ppo.v1", _register_trainers)
         on_import("hydra.core.plugins", _add_config_groups)
         verl_patches.install(
-            on_import, prepare=_prepare, check_overrides=_check_overrides, attach_monitor=_attach_monitor
+            on_import,
+            prepare=_prepare,
+            check_overrides=_check_overrides,
+            attach_monitor=_attach_monitor,
+            compare_log_probs=_compare_log_probs,
         )
     else:
         untested_verl.install(on_import)
@@ -78,7 +82,17 @@ def _add_config_groups(module: ModuleType) -> None:
 # ---- calls that patches make; what they need is imported only then ----
 
 
+def _compare_log_probs(data: Any) -> dict[str, float]:
+    from megatrain_rl.verl_plugin import monitoring
+
+    return monitoring.compare(data)
+
+
 def _prepare(config: Any) -> None:
+    from verl_patches import ours
+
+    if not ours.concerns_us(config):
+        return  # the driver of another strategy's run imports nothing of ours
     from megatrain_rl.verl_plugin.driver import prepare
 
     prepare.prepare(config)

@@ -174,11 +174,20 @@ class WhenThereIs(threading.Thread):
         self._cancelled.set()
 
 
+limits_of_timers: list[float] = []  # of the fixture below
+
+
 @pytest.fixture
 def time_is_up(monkeypatch, tmp_path) -> Path:
     """The file by which a worker says that its time is up, whatever its limit."""
     file = tmp_path / "time is up"
-    monkeypatch.setattr(threading, "Timer", lambda limit, stop: WhenThereIs(file, stop))
+    limits_of_timers.clear()
+
+    def timer(limit, stop):
+        limits_of_timers.append(limit)
+        return WhenThereIs(file, stop)
+
+    monkeypatch.setattr(threading, "Timer", timer)
     return file
 
 
@@ -188,6 +197,7 @@ def test_a_worker_over_its_time_is_stopped_with_its_children(time_is_up):
     code = f"import subprocess, sys; print('began', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     outcome = run_worker(worker(code), 2)
     assert outcome.error == "stopped after the limit of 2 s" and outcome.last_lines[0] == "began"
+    assert limits_of_timers == [2]
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
@@ -211,6 +221,7 @@ finally:
 """
     outcome = run_worker(worker(code), 1)
     assert outcome.error == "stopped after the limit of 1 s" and lock.exists() == stubborn
+    assert limits_of_timers == [1]
     assert not psutil.pid_exists(int(outcome.last_lines[0]))
 
 

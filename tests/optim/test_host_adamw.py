@@ -561,6 +561,7 @@ def test_close_with_jobs_pending(end):
         rig.confirm(grad_scale=1.0 if end == "right" else 0.5)
     closer = threading.Thread(target=rig.optimizer.close, daemon=True)
     closer.start()
+    assert closer.is_alive(), "it waits for the worker, which is held"
     rig.release()
     closer.join(30)
     assert not closer.is_alive() and not rig.optimizer._worker.is_alive()

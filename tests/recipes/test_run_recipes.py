@@ -77,7 +77,7 @@ def test_a_hub_name_that_is_none_is_told_before_anything_starts(inputs):
     python.write_text('#!/bin/sh\n[ "$#" = 2 ] && exit 0\n[ "$1" = -c ] && exit 1\ntouch "$0.started"\n')
     done = start("run_qwen2_5_7b_grpo.sh", inputs | {"MODEL_PATH": "organisation/no-such-model"})
     [line] = done.stderr.splitlines()
-    assert done.returncode == 1 and "organisation/no-such-model" in line
+    assert done.returncode == 1 and "organisation/no-such-model" in line and "hub" in line
     assert not Path(f"{python}.started").exists()
 
 

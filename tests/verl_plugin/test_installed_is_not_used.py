@@ -1,4 +1,10 @@
-"""A run of another strategy is the same with the plug-in installed and without: VERL's FSDP2 engine, on the CPU."""
+"""A run of another strategy is the same with the plug-in installed and without: VERL's FSDP2 engine, on the CPU.
+
+Held against each other: every metric but times and memory, every message, and the config that VERL prints. The rollout
+is not vLLM here, and both runs have what a CPU needs (cpu_abilities.py), one patch among it. That the patches of vLLM's
+parts leave other rollouts alone is tested beside each of them, that VERL's trainers keep their poll interval in
+task_runner/test_run_trainer.py.
+"""
 
 import os
 import re
@@ -27,35 +33,49 @@ OTHER = [
 ]  # fmt: skip
 
 
+# also tells whether the plug-in is in the process
+REWARD = """
+import sys
+
+print("the plug-in is there:", "megatrain_rl.verl_plugin.register" in sys.modules, flush=True)
+
+
+def compute_score(*arguments, **more):
+    return 1.0
+"""
+
+
 def run(workspace: Path, name: str, plugins: str) -> Run:
     """plugins: which entry points VERL loads. Both runs have what the CPU needs, from cpu_abilities.py."""
     here = Path(__file__).parent
-    (workspace / "one.py").write_text("def compute_score(*arguments, **more):\n    return 1.0\n")
+    (workspace / "one.py").write_text(REWARD)
     return grpo(
         workspace, name, *OTHER, f"reward.custom_reward_function.path={workspace}/one.py", f"trainer.default_local_dir={workspace}/ckpt-{name}",
-        VERL_USE_EXTERNAL_PLUGINS=plugins, VERL_USE_EXTERNAL_MODULES="cpu_abilities", VERL_ENGINE_DEVICE="cuda",
+        VERL_USE_EXTERNAL_PLUGINS=plugins, VERL_USE_EXTERNAL_MODULES="cpu_abilities", VERL_ENGINE_DEVICE="cuda", RAY_DEDUP_LOGS="0",
         HF_DATASETS_CACHE=str(workspace / f"datasets-{name}"),
         PYTHONPATH=f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     )  # fmt: skip
 
 
 def test_logs_and_metrics_are_identical(workspace):
-    runs = {"without": run(workspace, "without", "none")}
+    runs = {"run-a": run(workspace, "run-a", "none")}
     try:
         # side by side, the second when the first has its Ray, which gives itself 30 s to start
-        runs["without"].wait_for_ray()
-        runs["installed"] = run(workspace, "installed", "auto")
-        steps_without, steps_installed = runs["without"].finish(), runs["installed"].finish()
+        runs["run-a"].wait_for_ray()
+        runs["run-b"] = run(workspace, "run-b", "auto")
+        without, installed = runs["run-a"].finish(), runs["run-b"].finish()
     finally:
         for started in runs.values():
             started.stop()
-    assert sorted(steps_installed) == sorted(steps_without) == [1, 2]
-    for step in steps_without:
-        assert steps_installed[step].keys() == steps_without[step].keys()
-        assert values(steps_installed[step]) == values(steps_without[step])
-    assert steps_without[1]["actor/grad_norm"] > 0
-    assert messages(runs["installed"], "installed") == messages(runs["without"], "without")
-    assert not (workspace / "ckpt-installed" / "megatrain").exists()
+    told = [re.findall(r"the plug-in is there: (\w+)", started.log()) for started in runs.values()]
+    assert set(told[0]) == {"False"} and set(told[1]) == {"True"}
+    assert sorted(installed) == sorted(without) == [1, 2]
+    for step in without:
+        assert installed[step].keys() == without[step].keys()
+        assert values(installed[step]) == values(without[step])
+    assert without[1]["actor/grad_norm"] > 0
+    assert messages(runs["run-b"], "run-b") == messages(runs["run-a"], "run-a")
+    assert not (workspace / "ckpt-run-b" / "megatrain").exists()
 
 
 def values(step: dict[str, float]) -> dict[str, float]:
@@ -63,8 +83,16 @@ def values(step: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in step.items() if not re.match(r"timing|perf/|actor/perf/", key)}
 
 
-def messages(run: Run, name: str) -> Counter:
-    """How often each line was written, without numbers, colours and bars of progress. Metrics are compared above."""
-    lines = (re.sub(r"\x1b\[[\d;]*m", "", line) for line in re.split(r"[\r\n]+", run.log().replace(name, "NAME")))
-    kept = (line for line in lines if "step:" not in line and "it/s]" not in line and "s/it]" not in line)
-    return Counter(filter(None, (re.sub(r"0x[\da-f]+|\d+|(?<=actor_id=)\w+", "", line).rstrip() for line in kept)))
+def messages(run: Run, name: str) -> tuple[Counter, Counter]:
+    """The settings that were printed, as (name, value), and the words that were, each with how often.
+
+    Words and not lines: Ray cuts lines where it likes. Bars of progress are left out, and metrics, which are compared
+    above, and outside the settings numbers: processes, ports, times of day.
+    """
+    text = re.sub(r"\x1b\[[\d;]*m", "", run.log().replace(name, "NAME"))
+    left_out = re.compile(r"\bstep:\d+ - |it/s\]|s/it\]|examples/s\]|\?it/s|the plug-in is there")
+    lines = [line for line in re.split(r"[\r\n]+", text) if not left_out.search(line)]
+    whole = " ".join(re.sub(r"^\(\w+ pid=\d+\) ?", "", line) for line in lines)
+    settings = re.findall(r"'(\w+)': *('[^']*'|[\w.+-]+)", whole)
+    words = re.findall(r"[A-Za-z_][\w./-]*", re.sub(r"(?<=actor_id=)\w+|0x[\da-f]+", "", whole))
+    return Counter(settings), Counter(re.sub(r"\d+", "", word) for word in words)

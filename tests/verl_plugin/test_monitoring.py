@@ -1,16 +1,20 @@
 """VERL's logger gets our metrics, a run its record and pictures, even if it fails; a failing monitor stops nothing."""
 
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatrain_rl.verl_plugin import monitoring
 from megatrain_rl.watch import report
 from megatrain_rl.watch.memory import MemoryWatch
 from megatrain_rl.watch.processes import RunProcesses
+from verl_patches import ours
 
 SFT = {"engine": {"strategy": "megatrain"}, "trainer": {}}
 RL = {"actor_rollout_ref": {"actor": {"strategy": "megatrain"}}, "trainer": {}}
@@ -42,9 +46,12 @@ class Spy:
 
 
 @pytest.fixture
-def tracking():
+def tracking(monkeypatch):
     """VERL's `Tracking`, as the plug-in has it, and what it writes."""
     from verl.utils.tracking import Tracking
+
+    monkeypatch.setattr(monitoring, "_compares", False)
+    monkeypatch.setattr(ours, "_trainer_lives_here", False)
 
     def make(folder: Path, config: dict = RL):
         made = Tracking("p", "e", [], {**config, "trainer": {"default_local_dir": str(folder)}})
@@ -74,6 +81,13 @@ def test_log_gets_each_key_once(tracking, tmp_path):
     assert [data["megatrain/weight_sync_wait_s"] for _, data in logged[1:]] == [0.25, 0.875]
     spy = made.logger["file"]
     made.finish(exit_code=0)
+    begin = json.loads((tmp_path / "megatrain" / "run.jsonl").read_text().splitlines()[0])
+    assert list(begin["stages"]["in_step"].items()) == [
+        ("gen", "generate"), ("reward", "reward"), ("old_log_prob", "old_log_prob"), ("ref", "reference"),
+        ("values", "values"), ("adv", "adv"), ("update_critic", "update_critic"), ("update_actor", "update"),
+        ("save_checkpoint", "save_checkpoint"), ("update_weights", "weight sync"),
+    ]  # fmt: skip
+    assert list(begin["stages"]["after_step"]) == ["testing", "dump_rollout_generations"]
     lines = report.read(tmp_path / "megatrain")
     assert [line["step"] for line in lines] == [0, 1, 2, None]
     assert lines[2]["stages_s"]["update_actor"] == 3.0 and lines[2]["metrics"]["megatrain/optimizer_wait_s"] == 1.75
@@ -114,6 +128,7 @@ def test_memory_is_sampled_from_the_start(tmp_path):
         (SFT, True),
         ({"actor_rollout_ref": {"actor": {"strategy": "fsdp"}}}, False),
         ({"engine": {"strategy": "fsdp"}}, False),
+        ({"engine": "vllm", "critic": "none", "actor_rollout_ref": ["of another library"]}, False),
     ],
 )
 def test_only_runs_of_ours_are_watched(tracking, tmp_path, config, ours):
@@ -164,6 +179,17 @@ def test_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     assert caplog.text.count("the run is not watched") == 1 and not watch.running
 
 
+def test_no_sampling_goes_on_for_a_logger_that_is_not_watched(tracking, tmp_path, monkeypatch):
+    (tmp_path / "megatrain").write_text("a file")
+    made_watches = []
+    start = MemoryWatch.start
+    monkeypatch.setattr(MemoryWatch, "start", lambda self: made_watches.append(self) or start(self))
+    made, logged = tracking(tmp_path, SFT)
+    made.log({"train/loss": 1.0}, 1)
+    made.finish()
+    assert logged == [(1, {"train/loss": 1.0})] and not any(watch.running for watch in made_watches)
+
+
 def test_forgotten_logger_still_leaves_the_pictures(tmp_path):
     """A run that fails, with a logger that nobody finishes or collects: the record and pictures come at exit."""
     code = f"""
@@ -191,3 +217,42 @@ raise RuntimeError("the run failed")
 )
 def test_the_budget_of_a_run(config, budget):
     assert monitoring.gpu_budget_gb(config) == budget
+
+
+def test_log_prob_gap(tracking, tmp_path, caplog):
+    """The gap is in nats, over response tokens, from what VERL compares, and only in a run of ours."""
+    from verl.utils.debug import metrics
+
+    rollout = torch.tensor([[-1.0, -20.0, -3.0], [-1.0, -2.0, 9.0]])
+    trainer = torch.tensor([[-1.5, -22.0, -3.0], [-1.0, -2.5, 0.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    batch = {"rollout_log_probs": rollout, "old_log_probs": trainer, "response_mask": mask, "responses": mask}
+    data = SimpleNamespace(batch=batch)
+    made, _ = tracking(tmp_path, {"actor_rollout_ref": {"actor": {"strategy": "fsdp"}}})
+    alone = metrics.calculate_debug_metrics(data)
+    assert "training/rollout_probs_diff_mean" in alone and not any("megatrain" in key for key in alone)
+    made.finish()
+    made, _ = tracking(tmp_path)
+    watched = metrics.calculate_debug_metrics(data)
+    gap = {"megatrain/rollout_log_prob_gap_mean": pytest.approx(0.6), "megatrain/rollout_log_prob_gap_max": 2.0}
+    assert watched == {**alone, **gap}
+    nothing = SimpleNamespace(batch={**batch, "response_mask": torch.zeros_like(mask)})
+    assert not any("megatrain" in key for key in metrics.calculate_debug_metrics(nothing))
+    # another mask is what VERL falls back to; ours then stays away, and says so once
+    for _ in range(2):
+        other = SimpleNamespace(
+            batch={k: v for k, v in batch.items() if k != "response_mask"} | {"attention_mask": mask}
+        )
+        assert metrics.calculate_debug_metrics(other) == alone
+    assert caplog.text.count("log-prob gap is no longer measured") == 1
+    made.finish()
+
+
+def test_verls_trainers_take_the_wrapped_function():
+    from verl.trainer.ppo.v1 import trainer_base
+    from verl.utils.debug import metrics
+
+    from verl_patches.wrap import patches_of
+
+    assert trainer_base.calculate_debug_metrics is metrics.calculate_debug_metrics
+    assert patches_of(metrics.calculate_debug_metrics) == ("verl_patches.log_prob_gap",)

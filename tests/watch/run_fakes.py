@@ -69,14 +69,3 @@ def ray_run(root: Path) -> FakeProc:
     fake.add(ENGINE, SERVER, "python -c spawn_main", resident=200, shared=10)
     fake.add(STRANGER, 1, "VLLM::EngineCore", resident=5000)
     return fake
-
-
-def step_data(step: int, *, waited: float) -> dict:
-    """What VERL logs of a training step."""
-    return {
-        "training/global_step": step,
-        "actor/grad_norm": 1.0,
-        "actor/optimizer_wait_s/max": waited,
-        "actor/weight_sync_wait_s/max": waited / 2,
-        **{f"timing_s/{name}": seconds for name, seconds in STAGES_S.items()},
-    }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS), str(TESTS / "verl_plugin")]
+sys.path.append(str(TESTS))
 import tiny  # noqa: E402
 import verl_cases  # noqa: E402
 

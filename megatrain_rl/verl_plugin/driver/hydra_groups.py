@@ -33,7 +33,7 @@ def check_overrides(overrides: list[str]) -> None:
     for key in keys:
         for node in nodes:
             if key.startswith(node):
-                # only now: a run of another strategy imports nothing of ours
+                # only now: the driver of another strategy's run imports nothing of ours
                 from megatrain_rl.verl_plugin.config import DERIVED, check_engine_settings
 
                 if key.removeprefix(node) in DERIVED:

@@ -4,6 +4,7 @@
 goes on with.
 """
 
+import logging
 import os
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -14,6 +15,8 @@ from megatrain_rl.verl_plugin.driver import gpu_share, inputs
 from verl_patches import ours, weight_transfer_timeout
 
 # Variables that a Ray cluster reads when this process starts it.
+log = logging.getLogger(__name__)
+
 _RAY_ENVIRONMENT = {
     # Host RAM is filled on purpose, up to the planned reserve. With more than 95 % in use Ray would kill a process.
     "RAY_memory_monitor_refresh_ms": "0",
@@ -62,6 +65,12 @@ def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
         mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
         if config.trainer.use_v1 and mode in ours.TRAINERS:
             config.trainer.v1.trainer_mode = ours.TRAINERS[mode]
+        elif config.trainer.use_v1 and mode not in ours.TRAINERS.values():
+            log.warning(
+                "trainer.v1.trainer_mode=%s is a trainer of your own: with RunOfOurs of megatrain_rl.verl_plugin.task_runner.trainer "
+                "before VERL's class it starts sooner, takes samples sooner and watches memory from the start",
+                mode,
+            )
     startup_times.note_start()
     for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

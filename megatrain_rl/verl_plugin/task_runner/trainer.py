@@ -2,12 +2,12 @@
 
 - Two parts of the start-up go on while the task runner waits for another, and the phases are timed.
 - Memory is sampled from the start, and the logger is watched (monitoring.py).
-- The log-probs of the rollout and of the trainer are compared.
 - Samples are taken soon after they are ready.
 - Two errors are raised in plain words (failures.py).
 
 VERL finds the subclasses in its own registry under the names in `verl_patches.ours.TRAINERS`, which the driver puts in
-the place of VERL's (driver/prepare.py). To everything else the run's mode is VERL's: `sync` or `colocate_async`.
+the place of VERL's (driver/prepare.py). To everything else the run's mode is VERL's, `sync` or `colocate_async`
+(verl_patches/trainer_mode.py). A trainer of a user's own gets the same by RunOfOurs before VERL's class.
 """
 
 import contextlib
@@ -15,10 +15,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-import transfer_queue
-from omegaconf import DictConfig, OmegaConf, open_dict
-from torch import Tensor
+from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSync, register_trainer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
@@ -28,7 +25,7 @@ from megatrain_rl.verl_plugin.task_runner.failures import told_again
 from megatrain_rl.watch.memory import MemoryWatch
 from verl_patches import transfer_queue_start
 from verl_patches.deferred import Deferred
-from verl_patches.ours import TRAINERS
+from verl_patches.ours import TRAINERS, note_trainer
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +43,9 @@ _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 _PHASES = {
     "resource_pool_to_cls": "worker process",
     "actor_rollout_wg": "trainer, GPU memory",
-    "ref_policy_wg": "reward workers",
     "reward_loop_manager": "rollout engine",
     "llm_server_manager": "rest of the model, checkpoint",
 }
-# The first is assigned when the trainer's process has been started and is about to load its model. One of the others is
-# assigned when that process has taken its GPU memory.
-_WORKER_STARTED, _WORKER_READY = "actor_rollout_wg", ("ref_policy_wg", "reward_loop_manager")
 
 
 class RunOfOurs(_Trainer):
@@ -67,15 +60,11 @@ class RunOfOurs(_Trainer):
     """
 
     def __init__(self, config: DictConfig):
-        verls = {ours: mode for mode, ours in TRAINERS.items()}
-        mode = config.trainer.v1.trainer_mode
-        with open_dict(config.trainer.v1):
-            config.trainer.v1.trainer_mode = verls.get(mode, mode)
+        note_trainer()
         self._times = StartupTimes()
         self._times.mark("tokenizer, data")
         self._server_import = Deferred("import-rollout-server")
         self._memory = _watch_memory()
-        self._compares_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs
         try:
             super().__init__(config)
         except BaseException:
@@ -86,11 +75,8 @@ class RunOfOurs(_Trainer):
         super().__setattr__(name, value)
         if name in _PHASES:
             self._times.mark(_PHASES[name])
-        if name == _WORKER_STARTED:
-            transfer_queue_start.start.begin()
-            self._server_import.begin()
-        elif name in _WORKER_READY:
-            self._finish_background()
+        if name == "actor_rollout_wg":
+            self._worker_started(value)
         elif name == "logger":
             self._watch(value)
 
@@ -126,20 +112,22 @@ class RunOfOurs(_Trainer):
             buffer.poll_interval = POLL_SECONDS
         return buffer
 
-    def _compute_old_log_prob(self, batch, metrics: dict[str, Any]):
-        """Add the gap between the log-probs of rollout and trainer to VERL's metrics.
+    def _worker_started(self, group: Any) -> None:
+        """Begin what goes on beneath VERL's wait for the trainer's process, which has been started.
 
-        VERL itself logs the gap between probabilities, in which that of unlikely tokens cannot be seen.
+        group: VERL's handle on the process. Its `init_model` is that wait, and is made to end what was begun here.
         """
-        batch = super()._compute_old_log_prob(batch, metrics)
-        correction = self.config.algorithm.get("rollout_correction") or {}
-        if self._compares_log_probs and not correction.get("bypass_mode", False):
-            try:
-                metrics.update(_gap_of(batch))
-            except Exception:
-                self._compares_log_probs = False
-                log.warning("the log-prob gap is no longer measured; training goes on", exc_info=True)
-        return batch
+        transfer_queue_start.start.begin()
+        self._server_import.begin()
+        init_model = group.init_model
+
+        def wait_for_it(*args: Any, **kwargs: Any) -> Any:
+            result = init_model(*args, **kwargs)
+            self._times.mark("reward workers")
+            self._finish_background()
+            return result
+
+        group.init_model = wait_for_it
 
     def _finish_background(self) -> None:
         try:
@@ -160,27 +148,6 @@ class MegaTrainSync(RunOfOurs, PPOTrainerSync):
 @register_trainer(TRAINERS["colocate_async"])
 class MegaTrainColocateAsync(RunOfOurs, PPOTrainerColocateAsync):
     """VERL's colocated asynchronous trainer: the same order, but an answer may go on over a weight sync."""
-
-
-def log_prob_gap(rollout: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, float]:
-    """The mean and the largest |log-prob by the rollout - log-prob by the trainer| over response tokens, in nats.
-
-    All three are (B, T): rows, tokens of a response. mask: 1 at response tokens. Empty if the mask is all 0.
-    """
-    gap = torch.masked_select((rollout.float() - trainer.float()).abs(), mask.bool())
-    if not gap.numel():
-        return {}
-    return {
-        "megatrain/rollout_log_prob_gap_mean": gap.mean().item(),
-        "megatrain/rollout_log_prob_gap_max": gap.max().item(),
-    }
-
-
-def _gap_of(batch) -> dict[str, float]:
-    fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
-    data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-    rows = data.to_padded_tensor()
-    return log_prob_gap(rows["rollout_log_probs"], rows["old_log_probs"], rows["response_mask"])
 
 
 def _watch_memory() -> MemoryWatch | None:

@@ -83,6 +83,12 @@ def test_a_bad_time_limit_is_refused_in_the_driver(monkeypatch):
         validate(*OURS)
 
 
+def test_a_trainer_of_the_users_own_is_kept_and_told(caplog):
+    config = composed(*READY, *OURS, "trainer.v1.trainer_mode=mine")
+    prepare.prepare(config)
+    assert config.trainer.v1.trainer_mode == "mine" and "trainer.v1.trainer_mode=mine" in caplog.text
+
+
 def test_verls_older_trainer_is_left_alone():
     config = composed(*READY, *OURS, "trainer.use_v1=false")
     prepare.prepare(config)

@@ -1,26 +1,25 @@
 """Our trainers: what they start while VERL waits, the phases they mark, what they watch; the rest is VERL's."""
 
 import inspect
-import sys
 import threading
 import types
 from types import SimpleNamespace
 
 import pytest
-import torch
 import verl  # noqa: F401  (loads the plug-in)
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError
-from verl.trainer.ppo.v1 import replay_buffer, trainer_base
+from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl_cases import OURS, RUN, composed
 
 from megatrain_rl.verl_plugin import startup_times
 from megatrain_rl.verl_plugin.task_runner import trainer
 from megatrain_rl.verl_plugin.task_runner.failures import told_again
-from megatrain_rl.verl_plugin.task_runner.trainer import MegaTrainSync, RunOfOurs
+from megatrain_rl.verl_plugin.task_runner.trainer import RunOfOurs
 from verl_patches import transfer_queue_start
 from verl_patches.deferred import Deferred
+from verl_patches.wrap import patches_of
 
 
 def config(rollout: str = "vllm", mode: str = "megatrain_sync"):
@@ -61,7 +60,9 @@ class TaskRunner:
         trainer_error: Exception | None = None,
         uses_queue_early: bool = False,
         data_error: Exception | None = None,
+        reference: bool = True,
     ):
+        self.reference = reference
         self.events: list[str] = []
         self.server, self.queue = Blocked(), Blocked()
         monkeypatch.setattr(trainer.importlib, "import_module", self.server)
@@ -89,6 +90,17 @@ class TaskRunner:
             f"{name} {'ended' if it.ended.is_set() else 'begun' if it.began.is_set() else 'not begun'}"
             for name, it in names.items()
         )
+
+    def init_model(self) -> None:
+        """VERL's wait for the trainer's process."""
+        assert self.queue.began.wait(20)
+        if self.config.actor_rollout_ref.rollout.name == "vllm":
+            assert self.server.began.wait(20)
+        self.events.append(f"model: {self.state()}")
+        self.queue.may_end.set()
+        self.server.may_end.set()
+        if self.trainer_error is not None:
+            raise self.trainer_error
 
     def _queue(self) -> types.ModuleType:
         this = self
@@ -123,16 +135,10 @@ class TaskRunner:
                     events.append(f"used: {this.state()}")
                 self.resource_pool_to_cls = {}
                 events.append("workers")
-                self.actor_rollout_wg = "workers"
-                assert this.queue.began.wait(20)
-                if self.config.actor_rollout_ref.rollout.name == "vllm":
-                    assert this.server.began.wait(20)
-                events.append(f"model: {this.state()}")
-                this.queue.may_end.set()
-                this.server.may_end.set()
-                if this.trainer_error is not None:
-                    raise this.trainer_error
-                self.ref_policy_wg = self.actor_rollout_wg
+                self.actor_rollout_wg = SimpleNamespace(init_model=this.init_model)
+                self.actor_rollout_wg.init_model()
+                if this.reference:  # VERL assigns it only where the actor's process is asked for one
+                    self.ref_policy_wg = self.actor_rollout_wg
                 events.append(f"rewards: {this.state()}")
                 self.reward_loop_manager = "rewards"
                 self.llm_server_manager = "servers"
@@ -140,8 +146,9 @@ class TaskRunner:
         return PPOTrainer
 
 
-def test_both_go_on_beneath_the_wait_for_the_trainer(monkeypatch):
-    runner = TaskRunner(monkeypatch, config=config())
+@pytest.mark.parametrize("reference", [True, False])
+def test_both_go_on_beneath_the_wait_for_the_trainer(monkeypatch, reference):
+    runner = TaskRunner(monkeypatch, config=config(), reference=reference)
     runner.run()
     assert runner.events == [
         "data: queue not begun, server not begun", "workers", "model: queue begun, server begun",
@@ -220,9 +227,8 @@ def test_phases_are_told_once_training_begins(monkeypatch, capsys):
         def _setup(self):
             self.resource_pool_to_cls = {}
             pass_(2)
-            self.actor_rollout_wg = "workers"
-            pass_(64)
-            self.ref_policy_wg = "workers"
+            self.actor_rollout_wg = SimpleNamespace(init_model=lambda: pass_(64))
+            self.actor_rollout_wg.init_model()
             pass_(4)
             self.reward_loop_manager = "rewards"
             pass_(8)
@@ -248,18 +254,21 @@ def test_phases_are_told_once_training_begins(monkeypatch, capsys):
 def test_verl_assigns_its_parts_in_this_order():
     """An attribute that VERL assigns shows how far it is, so its method must still assign them, once and in order."""
     source = inspect.getsource(PPOTrainer._setup)
-    places = [source.index(f"self.{name} = ") if name != "llm_server_manager" else source.index(f"self.{name}: ") for name in trainer._PHASES
-              if name != "ref_policy_wg"]  # fmt: skip
+    assigned = [f"self.{name}{':' if name == 'llm_server_manager' else ' ='} " for name in trainer._PHASES]
+    places = [source.index(assignment) for assignment in assigned]
     assert places == sorted(places)
-    assert source.index("self.actor_rollout_wg.init_model()") < source.rindex(
-        "self.ref_policy_wg = self.actor_rollout_wg"
-    )
-    assert (
-        source.rindex("self.ref_policy_wg = ")
-        < source.index("RewardLoopManager(")
-        < source.index("LLMServerManager.create(")
-    )
+    for name in ("resource_pool_to_cls", "actor_rollout_wg", "reward_loop_manager"):
+        assert source.count(f"self.{name} = ") == 1, name
+    order = ["self.actor_rollout_wg.init_model()", "RewardLoopManager(", "LLMServerManager.create("]
+    assert sorted(order, key=source.index) == order
     assert "self.logger = Tracking(" in inspect.getsource(PPOTrainer.fit)
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_verls_trainers_have_these_methods_from_their_base(mode):
+    ours = {"__init__", "_setup", "init", "fit", "_build_replay_buffer"}
+    assert ours.isdisjoint(vars(get_trainer_cls(mode)))
+    assert ours <= vars(PPOTrainer).keys() and ours <= vars(RunOfOurs).keys()
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
@@ -271,15 +280,14 @@ def test_the_mode_is_verls_to_everything_else(mode):
 
 
 def test_verls_own_trainers_are_not_changed():
-    """The registry still has them, and no function of theirs is wrapped."""
+    """The registry still has them, and of their functions only the one that keeps a run's mode VERL's is wrapped."""
     for mode in ("sync", "colocate_async", "separate_async"):
         cls = get_trainer_cls(mode)
         assert not issubclass(cls, RunOfOurs)
-        for owner in cls.__mro__[:-1]:
-            assert not any(
-                hasattr(value, "__wrapped__") and "megatrain" in str(vars(value)) for value in vars(owner).values()
-            )
-    assert inspect.unwrap(trainer_base.calculate_debug_metrics) is trainer_base.calculate_debug_metrics
+        wrapped = {
+            name: patches_of(f) for owner in cls.__mro__[:-1] for name, f in vars(owner).items() if patches_of(f)
+        }
+        assert wrapped == {"__init__": ("verl_patches.trainer_mode",)}
 
 
 def built(mode: str = "sync", *overrides: str):
@@ -383,79 +391,6 @@ def warnings(caplog) -> list:
     return [record for record in caplog.records if record.name == trainer.__name__]
 
 
-class Rows(dict):
-    def to_padded_tensor(self):
-        return self
-
-
-@pytest.fixture
-def gap(monkeypatch):
-    """gap(rows, **config): what our trainer adds to VERL's metrics of the pass that computes old log-probs."""
-
-    class PPOTrainer:
-        def __init__(self, config):
-            self.config = config
-
-        def _compute_old_log_prob(self, batch, metrics):
-            metrics["actor/entropy"] = 1.0
-            return batch
-
-    monkeypatch.setattr(trainer, "_watch_memory", lambda: None)
-
-    def asked(rows: dict, *, times: int = 1, compares: bool = True, bypass: bool = False) -> dict:
-        got = []
-
-        def kv_batch_get(keys, partition_id, select_fields):
-            got.append(select_fields)
-            return Rows({name: rows[name] for name in select_fields})
-
-        monkeypatch.setattr(trainer.transfer_queue, "kv_batch_get", kv_batch_get)
-        made_config = config()
-        made_config.actor_rollout_ref.rollout.calculate_log_probs = compares
-        made_config.algorithm.rollout_correction.bypass_mode = bypass
-        made = type("Trainer", (RunOfOurs, PPOTrainer), {})(made_config)
-        metrics: dict = {}
-        batch = SimpleNamespace(keys=["a"], partition_id="train")
-        for _ in range(times):
-            assert made._compute_old_log_prob(batch, metrics) is batch
-        assert metrics.pop("actor/entropy") == 1.0
-        assert bool(got) == (compares and not bypass)
-        return metrics
-
-    return asked
-
-
-ROWS = {
-    "rollout_log_probs": torch.tensor([[-1.0, -20.0, -3.0], [-1.0, -2.0, 9.0]]),
-    "old_log_probs": torch.tensor([[-1.5, -22.0, -3.0], [-1.0, -2.5, 0.0]]),
-    "response_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
-}
-
-
-def test_log_prob_gap(gap):
-    """The gap is in nats, over response tokens, between the log-probs that VERL compares."""
-    assert gap(ROWS) == {
-        "megatrain/rollout_log_prob_gap_mean": pytest.approx(0.6),
-        "megatrain/rollout_log_prob_gap_max": 2.0,
-    }
-    assert gap({**ROWS, "response_mask": torch.zeros(2, 3, dtype=torch.long)}) == {}
-
-
-@pytest.mark.parametrize("without", [{"compares": False}, {"bypass": True}])
-def test_no_gap_where_nothing_is_compared(gap, without):
-    assert gap(ROWS, **without) == {}
-
-
-def test_a_gap_that_cannot_be_measured_is_said_once(gap, caplog):
-    assert gap({"rollout_log_probs": ROWS["rollout_log_probs"]}, times=2) == {}
-    assert caplog.text.count("log-prob gap") == len(warnings(caplog)) == 1
-
-
-def test_verl_has_the_fields_when_ours_looks():
-    source = inspect.getsource(PPOTrainer._compute_old_log_prob)
-    assert 'fields=data.select("old_log_probs", "entropy")' in source and '"rollout_log_probs"' in source
-
-
 def test_its_logger_is_watched_with_the_memory_of_the_start(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(trainer.monitoring, "attach", lambda *arguments, **more: seen.append((*arguments, more)))
@@ -469,7 +404,3 @@ def test_its_logger_is_watched_with_the_memory_of_the_start(monkeypatch, tmp_pat
 def test_memory_that_cannot_be_watched_stops_nothing(monkeypatch, caplog):
     monkeypatch.setattr(trainer.monitoring, "watch_memory", lambda: 1 / 0)
     assert built()._memory is None and len(warnings(caplog)) == 1
-
-
-def test_vllm_is_not_imported_by_the_class():
-    assert trainer._SERVER not in sys.modules and issubclass(MegaTrainSync, RunOfOurs)

@@ -62,7 +62,7 @@ CHECKS = {
     "ModuleSpec._initializing": being_imported,
     "BucketedWeightSender._init_socket": socket_of_the_sender,
     "OptimizerConfig._mutable_fields": mutable_fields,
-    **{f"PPOTrainer.{n}": trainer_method(n) for n in ("_setup", "_build_replay_buffer", "_compute_old_log_prob")},
+    **{f"PPOTrainer.{n}": trainer_method(n) for n in ("_setup", "_build_replay_buffer")},
 }
 
 

@@ -6,7 +6,7 @@ import types
 import pytest
 from patch_cases import OUTSIDE, asked, empty
 
-from verl_patches import tracking_monitor
+from verl_patches import ours, tracking_monitor
 
 OURS = {"actor_rollout_ref": {"actor": {"strategy": "megatrain"}}, "trainer": {}}
 SFT = {"engine": {"strategy": "megatrain"}, "trainer": {}}
@@ -44,15 +44,20 @@ def test_defect_is_still_there():
         (SFT, True),
         (OURS, True),
         ({**OURS, "trainer": {**V1, "use_v1": False}}, True),
-        ({**OURS, "trainer": V1}, False),
+        ({**OURS, "trainer": V1}, True),
         ({"engine": {"strategy": "fsdp"}}, False),
         ({"actor_rollout_ref": {"actor": {"strategy": "fsdp"}, "ref": {"strategy": "megatrain"}}}, False),
+        ({"engine": "vllm", "critic": 3, "actor_rollout_ref": ["of another library"]}, False),
+        ("of another library", False),
         (None, False),
     ],
 )
-def test_patch_mends_it(config, expected):
+def test_patch_mends_it(monkeypatch, config, expected):
     """The logger is watched, but not in other runs, nor a second time where our own trainer has it watched."""
+    monkeypatch.setattr(ours, "_trainer_lives_here", False)
     assert attached(config) == expected
+    ours.note_trainer()
+    assert not attached(config)
 
 
 def test_missing_name_raises():

@@ -49,3 +49,24 @@ def test_the_trainers_process_is_known_by_its_engine(monkeypatch):
     assert not ours.engine_lives_here()
     ours.note_engine()
     assert ours.engine_lives_here()
+
+
+@pytest.mark.parametrize(
+    "given, concerned",
+    [
+        (config(actor="megatrain"), True),
+        ({"actor_rollout_ref": {"actor": {"strategy": "fsdp", "megatrain": {"ring_depth": 2}}}}, True),
+        (config(critic="megatrain"), True),
+        (config(actor="fsdp", ref="fsdp"), False),
+        ({"engine": "a word", "actor_rollout_ref": 3}, False),
+    ],
+)
+def test_whose_config_is_our_concern(given, concerned):
+    assert ours.concerns_us(given) == concerned
+
+
+def test_a_trainer_is_known_in_its_process(monkeypatch):
+    monkeypatch.setattr(ours, "_trainer_lives_here", False)
+    assert not ours.trainer_lives_here()
+    ours.note_trainer()
+    assert ours.trainer_lives_here()

@@ -90,6 +90,13 @@ def test_rollouts_of_other_strategies_are_left_alone(on_node):
     assert receiver_handle(True, config=OTHERS) == receiver_handle(False)
 
 
+def test_a_run_of_ours_whose_driver_prepared_nothing_is_told(on_node, monkeypatch, caplog):
+    on_node("a" * 56)
+    monkeypatch.setattr(ours, "_engine_lives_here", True)
+    assert sender_handle(True, config=OTHERS) == sender_handle(False, config=OTHERS)
+    assert "validate_config" in caplog.text
+
+
 def test_another_form_of_the_name_raises(on_node):
     on_node("a" * 56)
 
@@ -114,4 +121,5 @@ def test_missing_names_raise():
 @pytest.mark.parametrize("version", OUTSIDE)
 def test_nothing_outside_the_gate(version):
     assert set(HOOKS).isdisjoint(asked(version))
-    assert set(HOOKS) <= set(asked("0.9.1"))
+    hooks = asked("0.9.1")
+    assert hooks[next(iter(HOOKS))] is apply_to_sender and set(HOOKS) <= set(hooks)

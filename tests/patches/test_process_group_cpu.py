@@ -40,6 +40,21 @@ def test_patch_mends_it(backends, name):
     assert backends == ["cpu:gloo"]
 
 
+def test_nothing_is_changed_where_there_is_a_gpu(monkeypatch):
+    seen = []
+    module = types.ModuleType(process_group_cpu.MODULE)
+    module.get_device_name = lambda: "cuda"
+    for name in NAMES:
+        setattr(module, name, lambda: seen.append(dist.init_process_group))
+    before = dist.init_process_group
+    process_group_cpu.apply(module)
+    for name in NAMES:
+        getattr(module, name)()
+    module.get_device_name = lambda: "cpu"
+    getattr(module, NAMES[0])()
+    assert seen[:2] == [before, before] and seen[2] is not before
+
+
 def test_other_backends_are_left_alone(backends):
     patched.initialize_global_process_group_ray(backend="cpu:gloo,cuda:nccl")
     assert backends == ["cpu:gloo,cuda:nccl"]

@@ -30,6 +30,7 @@ def test_no_patch_of_verl_is_applied(version):
 
 
 def test_what_is_missing_there_is_passed_over(hooks):
+    assert hooks.keys() == {"hydra._internal.config_loader_impl", "verl.utils.config", "verl.workers.engine"}
     for name, hook in hooks.items():
         hook(empty(name))
 

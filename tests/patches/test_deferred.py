@@ -47,3 +47,33 @@ def test_the_call_itself_does_not_wait_for_its_end():
     deferred = Deferred("name")
     deferred.put_off(deferred.finish)
     deferred.finish()
+
+
+@pytest.mark.timeout(60)
+def test_everybody_waits_until_the_call_has_ended():
+    """And the error is raised to one of them."""
+    may_end, told = threading.Event(), []
+    deferred = Deferred("name")
+
+    def call():
+        assert may_end.wait(20)
+        raise ZeroDivisionError
+
+    def wait():
+        try:
+            deferred.finish()
+        except ZeroDivisionError:
+            told.append("error")
+        else:
+            told.append("nothing")
+
+    deferred.put_off(call)
+    deferred.begin()
+    waiting = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    assert all(thread.is_alive() for thread in waiting) and told == []
+    may_end.set()
+    for thread in waiting:
+        thread.join()
+    assert sorted(told) == ["error", "nothing", "nothing"]

@@ -7,7 +7,7 @@ import pytest
 from patch_cases import OUTSIDE
 
 import verl_patches
-from verl_patches import before_ray, hydra_overrides, tracking_monitor, versions
+from verl_patches import before_ray, hydra_overrides, log_prob_gap, tracking_monitor, versions
 
 PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text()
 
@@ -26,6 +26,14 @@ def test_the_installed_one_is():
     assert versions.verl_is_tested()
 
 
+@pytest.mark.parametrize(
+    "version, within", [("0.1.10", True), ("0.1.11.dev0", False), ("0.2.0rc1", False), ("0.2", False)]
+)
+def test_a_range_has_no_pre_releases(version, within):
+    """Newer versions of `packaging` would let them in by themselves."""
+    assert versions.hold({"TransferQueue": ">=0.1.10,<0.2"}, {"TransferQueue": version}) == within
+
+
 def test_without_verl_nothing_holds():
     assert versions.installed("no-such-distribution") is None
     assert not versions.hold({"no-such-distribution": ">=0"})
@@ -37,7 +45,7 @@ def test_pyproject_pins_what_was_tested():
 
 
 def test_every_patch_has_a_gate():
-    for patch in (*verl_patches.PATCHES, before_ray, hydra_overrides, tracking_monitor):
+    for patch in (*verl_patches.PATCHES, before_ray, hydra_overrides, tracking_monitor, log_prob_gap):
         assert patch.VERSIONS and all(versions.installed(name) for name in patch.VERSIONS)
         for word in ("Symptom:", "Cause:", "Upstream:", "Remove when:"):
             assert word in patch.__doc__, (patch.__name__, word)
