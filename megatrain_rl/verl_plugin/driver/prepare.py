@@ -14,9 +14,9 @@ from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
 from megatrain_rl.verl_plugin.driver import gpu_share, inputs
 from verl_patches import ours, weight_transfer_timeout
 
-# Variables that a Ray cluster reads when this process starts it.
 log = logging.getLogger(__name__)
 
+# Variables that a Ray cluster reads when this process starts it.
 _RAY_ENVIRONMENT = {
     # Host RAM is filled on purpose, up to the planned reserve. With more than 95 % in use Ray would kill a process.
     "RAY_memory_monitor_refresh_ms": "0",
