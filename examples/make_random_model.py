@@ -10,12 +10,12 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
@@ -61,20 +61,6 @@ def random_weight(name: str, shape: torch.Size, config: PretrainedConfig, seed: 
     return weight.view(shape)
 
 
-def shards(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
-    """Names of the weights of each file; no file is larger than SHARD_BYTES unless a single weight is."""
-    names: list[str] = []
-    size = 0
-    for name, shape in shapes.items():
-        nbytes = 2 * shape.numel()
-        if names and size + nbytes > SHARD_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += nbytes
-    yield names
-
-
 def write_checkpoint(config: PretrainedConfig, folder: Path, seed: int) -> int:
     """Write the checkpoint and return its number of parameters. `folder` appears when it is complete."""
     building = folder.with_name(folder.name + ".building")
@@ -85,7 +71,13 @@ def write_checkpoint(config: PretrainedConfig, folder: Path, seed: int) -> int:
     config.dtype = torch.bfloat16
     shapes = parameter_shapes(config)
     seeds = dict(zip(shapes, np.random.SeedSequence(seed).spawn(len(shapes)), strict=True))
-    groups = list(shards(shapes))
+    split = split_state_dict_into_shards_factory(
+        shapes,
+        get_storage_size=lambda shape: 2 * shape.numel(),
+        max_shard_size=SHARD_BYTES,
+        filename_pattern="model{suffix}.safetensors",
+    )
+    groups = list(split.filename_to_tensors.values())
     index: dict[str, str] = {}
     with ThreadPoolExecutor(1) as writer:
         written = writer.submit(lambda: None)

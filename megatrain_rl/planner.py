@@ -132,7 +132,7 @@ class MemoryPlan:
     resident_bytes: device memory for running hidden states kept there.
     hidden_bytes: device memory for all hidden states, those included.
     gpu_cap_bytes: device memory that the allocator may reserve, and does at the start.
-    host_bytes: planned host RAM without layer inputs.
+    host: planned host RAM by kind, without layer inputs; host_bytes is their sum.
     host_limit_bytes: host RAM there is.
     """
 

@@ -24,8 +24,6 @@ from megatrain_rl.watch.processes import RunProcesses
 
 log = logging.getLogger(__name__)
 
-_compares = False  # whether a run that is watched logs in this process
-
 FOLDER = "megatrain"
 # The engine's metrics in seconds since the start (engine/engine.py), and the names of their differences per step.
 _WAITED = {
@@ -43,6 +41,8 @@ _STAGES = report.Stages(
 )  # fmt: skip
 # One of these marks what is logged of a training step, in RL and in SFT; validation is logged by itself too
 _STEP_KEYS = ("training/global_step", "train/loss")
+
+_compares = False  # whether a run that is watched logs in this process
 
 
 class StepLog:
@@ -81,7 +81,11 @@ class StepLog:
 
 def watch_memory() -> MemoryWatch:
     """Begin to sample the memory of this run's processes and GPU."""
-    return MemoryWatch(RunProcesses(), open_gpus()).start()
+    return _memory_watch().start()
+
+
+def _memory_watch() -> MemoryWatch:
+    return MemoryWatch(RunProcesses(), open_gpus())
 
 
 def attach(
@@ -99,7 +103,7 @@ def attach(
     try:
         monitor = RunMonitor(
             Path(config["trainer"]["default_local_dir"]) / FOLDER,
-            watch or MemoryWatch(RunProcesses(), open_gpus()),
+            watch or _memory_watch(),  # which the monitor starts once its record is open
             gpu_budget_gb=gpu_budget_gb(config),
             startup_s=startup_s,
             stages=_STAGES,
@@ -109,9 +113,9 @@ def attach(
         if watch is not None:
             watch.stop()
         return False
+    _compares = True
     # The object gets a class of its own. Methods set on the object would refer back to it and so form a cycle, but
     # VERL's logger finishes when the last reference to it goes.
-    _compares = True
     tracking.step_log = StepLog(monitor)
     tracking.__class__ = _watched(type(tracking))
     return True
