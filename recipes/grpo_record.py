@@ -9,6 +9,9 @@ first steps (--skip 2), in which things compile, are shown but not counted.
 VERL's stage `update_weights` is two things: waiting, layer by layer, for the host optimizer, and handing the weights
 over. weight_sync_s is the stage without that wait. The wait of a step is logged with the next one. optimizer_wait_s is
 all waiting since the last report.
+
+beyond_share_gib is the most that the rollout engine's process held, less the share that it was given; planned_gib is
+what the division of the GPU had for that; device_free_gib is the least of the card that was free.
 """
 
 import json
@@ -61,6 +64,20 @@ def read_steps(folder: Path) -> dict[int, dict[str, float]]:
     return {step: data for step, data in sorted(steps.items()) if "timing_s/step" in data}
 
 
+def division_gib(folder: Path, lines: list[dict]) -> dict[str, float]:
+    """How the engine kept to its part of the GPU; empty where the run did not divide one."""
+    engine = report.engine_share(folder)
+    beyond = [line["metrics"][report.BEYOND_SHARE] for line in lines if report.BEYOND_SHARE in line["metrics"]]
+    if engine is None or not beyond:
+        return {}
+    lows = [pair[0] for line in lines for pair in line["memory"].get("device_free_gib", []) if pair]
+    return {
+        "beyond_share_gib": max(beyond),
+        "planned_gib": engine.beyond_gb * 1e9 / report.GIB,
+        "device_free_gib": min(lows),
+    }
+
+
 def peak_gib(lines: list[dict], column: str) -> float | None:
     highs = [pair[1] for line in lines for pair in line["memory"].get(column, []) if pair]
     return max(highs, default=None)
@@ -89,6 +106,8 @@ def fill(record: Record, case: str, folder: Path, skip: int) -> None:
         peak = peak_gib(lines, column)
         if peak is not None:
             record.result(case, name, peak, "GiB")
+    for name, value in division_gib(folder / "megatrain", lines).items():
+        record.result(case, name, value, "GiB")
 
 
 def main() -> None:

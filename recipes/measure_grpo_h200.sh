@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The records of GRPO with vLLM: the 7 B recipe with random weights, on one GPU told that it has 80 GB, beside 128 GiB
 # of host memory, and learning with a small model.
-#   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [8x2-fp8] [32x8] [learning]     all five without arguments
+#   bash recipes/measure_grpo_h200.sh [prepare] [8x2] [8x2-fp8] [32x8] [learning] [1024-seqs]     all without arguments
 #
 #   8x2       8 prompts x 2 answers, 512 + 1024 tokens, KL term with reference, moments in bf16; begins
 #             grpo_7b_h200.json
@@ -9,6 +9,8 @@
 #   32x8      without a KL term, moments in fp32, temperature 0.7; goes on with the record of 8x2 (of the same commit
 #             and machine)
 #   learning  has a record of its own
+#   1024-seqs 1,024 answers at a time of a model of 0.5 B with a vocabulary of 152 k, on the whole card: what the engine
+#             takes beyond its share; has a record of its own
 # Answers of random weights are noise, so their rewards are arbitrary numbers: equal ones would make every gradient
 # zero.
 #
@@ -48,10 +50,10 @@ run() {
     [ "${record#+}" = "$record" ] || to+=(--append)
     "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}" --check
     rm -rf "$out"
-    MODEL_PATH=$(cd "$work/model" && pwd) TRAIN_FILE=$work/data/train.parquet VAL_FILE=$work/data/test.parquet OUTPUT_DIR=$out \
+    MODEL_PATH=$(cd "${model:-$work/model}" && pwd) TRAIN_FILE=$work/data/train.parquet VAL_FILE=$work/data/test.parquet OUTPUT_DIR=$out \
         bash recipes/run_qwen2_5_7b_grpo.sh data.train_batch_size="$prompts" \
         actor_rollout_ref.actor.ppo_mini_batch_size="$prompts" actor_rollout_ref.rollout.n="$answers" \
-        actor_rollout_ref.rollout.ignore_eos=true actor_rollout_ref.actor.megatrain.card_gb=80 \
+        actor_rollout_ref.rollout.ignore_eos=true actor_rollout_ref.actor.megatrain.card_gb="${card_gb:-80}" \
         reward.custom_reward_function.path=recipes/arbitrary_reward.py \
         trainer.total_training_steps="$steps" trainer.save_freq=-1 trainer.test_freq=-1 trainer.resume_mode=disable "$@" "${overrides[@]}"
     "$PYTHON" recipes/grpo_record.py "$out" "$case" "${to[@]}" --skip "$uncounted"
@@ -76,6 +78,12 @@ learning() {
     "$PYTHON" recipes/learning_record.py "$out" small "${to[@]}"
 }
 
-for what in "${@:-prepare 8x2 8x2-fp8 32x8 learning}"; do
+1024-seqs() {
+    local model=$work/model-0.5b card_gb=null
+    [ -d "$model" ] || "$PYTHON" examples/make_random_model.py qwen2.5-0.5b "$model"
+    run 1024-seqs reserve_h200 128 8 3 0 actor_rollout_ref.rollout.max_num_seqs=1024 data.max_response_length=256
+}
+
+for what in "${@:-prepare 8x2 8x2-fp8 32x8 learning 1024-seqs}"; do
     for name in $what; do "$name"; done
 done

@@ -13,6 +13,7 @@ from typing import Any
 
 from verl_patches import (
     before_ray,
+    engine_memory_cap,
     hydra_overrides,
     log_prob_gap,
     no_detokenization,
@@ -32,6 +33,7 @@ PATCHES = (
     weight_transfer_timeout,
     weight_transfer_socket,
     no_detokenization,
+    engine_memory_cap,
     transfer_queue_start,
     trainer_mode,
 )

@@ -44,14 +44,23 @@ def _parts(config: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     return {name: part for name, part in parts.items() if isinstance(part, Mapping)}
 
 
-def marked(custom: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The value of `rollout.custom` in a run of ours: the user's own entries, and our mark."""
-    return {**(custom or {}), _ROLLOUT_KEY: True}
+def marked(custom: Mapping[str, Any] | None, plan: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The value of `rollout.custom` in a run of ours: the user's own entries, and our mark.
+
+    plan: how the GPU is divided, if it is; it travels in the mark, see `rollout_plan`.
+    """
+    return {**(custom or {}), _ROLLOUT_KEY: dict(plan) if plan else True}
 
 
 def is_our_rollout(rollout: Any) -> bool:
     """Whether a rollout config (VERL's RolloutConfig, with attribute `custom`) carries the mark."""
     return _ROLLOUT_KEY in (rollout.custom or {})
+
+
+def rollout_plan(custom: Any) -> dict[str, float]:
+    """The plan that the driver put into `rollout.custom`: how the GPU is divided. Empty if it divided none."""
+    plan = custom.get(_ROLLOUT_KEY) if isinstance(custom, Mapping) else None
+    return dict(plan) if isinstance(plan, Mapping) else {}
 
 
 def note_engine() -> None:

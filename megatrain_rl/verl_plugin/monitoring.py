@@ -21,6 +21,7 @@ from megatrain_rl.watch import report
 from megatrain_rl.watch.memory import MemoryWatch, open_gpus
 from megatrain_rl.watch.monitor import RunMonitor
 from megatrain_rl.watch.processes import RunProcesses
+from verl_patches import ours
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def attach(
             Path(config["trainer"]["default_local_dir"]) / FOLDER,
             watch or _memory_watch(),  # which the monitor starts once its record is open
             gpu_budget_gb=gpu_budget_gb(config),
+            engine=engine_share(config),
             startup_s=startup_s,
             stages=_STAGES,
         )
@@ -139,6 +141,15 @@ def gpu_budget_gb(config: Mapping[str, Any]) -> float:
     engine = config.get("engine") or {}
     default = StreamConfig().gpu_budget_gb
     return float((actor.get("megatrain") or {}).get("gpu_budget_gb", engine.get("gpu_budget_gb", default)))
+
+
+def engine_share(config: Mapping[str, Any]) -> report.EngineShare | None:
+    """The share of the GPU that the driver gave the rollout engine (driver/gpu_share.py); None if it divided none."""
+    rollout = (config.get("actor_rollout_ref") or {}).get("rollout") or {}
+    plan = ours.rollout_plan(rollout.get("custom"))
+    if not plan:
+        return None
+    return report.EngineShare(share_gb=plan["engine_share_gb"], beyond_gb=plan["engine_beyond_share_gb"])
 
 
 def log_prob_gap(rollout: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, float]:

@@ -29,9 +29,10 @@ class GpuProcesses:
             for handle in self._handles
         ]
 
-    def device_bytes(self) -> list[int]:
-        """Bytes in use on each GPU, whoever uses them."""
-        return [self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles]
+    def device_bytes(self) -> list[tuple[int, int]]:
+        """Bytes in use on each GPU, whoever uses them, and bytes that are free."""
+        found = [self._nvml.nvmlDeviceGetMemoryInfo(handle) for handle in self._handles]
+        return [(memory.used, memory.free) for memory in found]
 
     def drop_lost(self) -> bool:
         """Forget the GPUs that no longer answer; whether any is left."""

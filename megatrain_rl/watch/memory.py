@@ -1,9 +1,9 @@
 """Memory over time: Sampler is a thread that looks ten times a second, MemoryWatch is a run looked at that way.
 
 Columns of a run, in bytes: `trainer_gpu`, `engine_gpu`, `both_gpu` (their sum at one moment), `device_gpu` (all that is
-in use on the GPUs that the run is on), `trainer_rss`, `run_rss`. GPU columns come from NVML; without it, or where it
-shows no process of the run, there are none. Host memory is looked at once a second only: it moves slowly, and a look
-at it reads files of every process of the run.
+in use on the GPUs that the run is on), `device_free` (what is free there), `trainer_rss`, `run_rss`. GPU columns come
+from NVML; without it, or where it shows no process of the run, there are none. Host memory is looked at once a second
+only: it moves slowly, and a look at it reads files of every process of the run.
 
 MemoryWatch is used by monitor.py, Sampler by bench/memory.py too.
 """
@@ -87,19 +87,27 @@ class MemoryWatch:
             return {}
         roles = self._processes.roles
         by_role = {"trainer": 0, "engine": 0}
-        whole = 0
+        whole = free = 0
         seen = False
-        for by_process, device_bytes in zip(used, device, strict=True):
+        for by_process, (device_used, device_free) in zip(used, device, strict=True):
             ours = {process: n for process, n in by_process.items() if process in roles}
             for process, n in ours.items():
                 if roles[process] in by_role:
                     by_role[roles[process]] += n
             seen |= bool(ours)
-            whole += device_bytes if ours else 0
+            whole += device_used if ours else 0
+            free += device_free if ours else 0
         if not seen:
             return {}
         trainer, engine = by_role["trainer"], by_role["engine"]
-        return {"trainer_gpu": trainer, "engine_gpu": engine, "both_gpu": trainer + engine, "device_gpu": whole}
+        both = trainer + engine
+        return {
+            "trainer_gpu": trainer,
+            "engine_gpu": engine,
+            "both_gpu": both,
+            "device_gpu": whole,
+            "device_free": free,
+        }
 
 
 def open_gpus() -> GpuProcesses | None:

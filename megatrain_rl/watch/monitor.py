@@ -22,8 +22,9 @@ class RunMonitor:
     """Watches one run. `observe` is called once per step, `close` at the end, also of a failed run.
 
     folder: where the record is written; made if need be. watch: samples memory; started here if it is not yet.
-    gpu_budget_gb: a trainer that holds more (GB, 1e9 bytes) is told once. startup_s: seconds of each phase before the
-    first step, for the record.
+    gpu_budget_gb: a trainer that holds more (GB, 1e9 bytes) is told once. engine: what the rollout engine takes beyond
+    this share is a metric of each step, and more than was planned is told once.
+    startup_s: seconds of each phase before the first step, for the record.
     stages: which stages the picture shows and under which labels; None shows all, in the order in which they are first
     seen. OSError if the folder cannot be written.
     """
@@ -34,12 +35,15 @@ class RunMonitor:
         watch: MemoryWatch,
         *,
         gpu_budget_gb: float | None = None,
+        engine: report.EngineShare | None = None,
         startup_s: dict[str, float] | None = None,
         stages: report.Stages | None = None,
     ):
         self._folder = folder
         self._gpu_budget_gb = gpu_budget_gb
-        self._file = report.RunFile(folder, startup_s, stages)
+        self._engine = engine
+        self._engine_told = False
+        self._file = report.RunFile(folder, startup_s, stages, engine)
         self._watch = watch.start()
         self._pid = os.getpid()
         self._done = False
@@ -57,7 +61,7 @@ class RunMonitor:
             points = self._watch.take()
             ours = dict(metrics)
             if trains:
-                ours = peaks_gib(points) | ours
+                ours = peaks_gib(points) | self._beyond_share(points) | ours
                 self._hold_against_budget(ours.get("megatrain/trainer_gpu_peak_gib", 0.0))
             self._file.write(step=step, stages_s=dict(stages_s), metrics=ours, memory=points)
         except Exception:
@@ -98,6 +102,22 @@ class RunMonitor:
             held, budget,
         )  # fmt: skip
 
+    def _beyond_share(self, points: list[Point]) -> dict[str, float]:
+        """What the engine took beyond its share at most, and the least that was free. The first excess is told."""
+        engine, most = self._engine, _most(points, "engine_gpu")
+        if engine is None or not most:
+            return {}
+        beyond = most - engine.share_gb * 1e9
+        free = min(p.low["device_free"] for p in points if "device_free" in p.low)
+        if beyond > engine.beyond_gb * 1e9 and not self._engine_told:
+            self._engine_told = True
+            log.warning(
+                "the rollout engine holds %.2f GB of GPU memory beyond its share, %.2f were planned, and %.2f GB of the card were "
+                "left free: lower rollout.max_num_seqs or rollout.gpu_memory_utilization",
+                beyond / 1e9, engine.beyond_gb, free / 1e9,
+            )  # fmt: skip
+        return {report.BEYOND_SHARE: beyond / report.GIB, report.DEVICE_FREE: free / report.GIB}
+
     def _draw(self) -> None:
         try:
             made = report.draw(self._folder)
@@ -111,9 +131,10 @@ class RunMonitor:
 
 
 def peaks_gib(points: list[Point]) -> dict[str, float]:
-    """The most of every column, in GiB, by the name of its metric."""
-    columns = sorted({column for point in points for column in point.high})
-    return {
-        f"megatrain/{column}_peak_gib": max(p.high[column] for p in points if column in p.high) / report.GIB
-        for column in columns
-    }
+    """The most of every column that is in use, in GiB, by the name of its metric."""
+    columns = sorted({column for point in points for column in point.high} - {"device_free"})
+    return {f"megatrain/{column}_peak_gib": _most(points, column) / report.GIB for column in columns}
+
+
+def _most(points: list[Point], column: str) -> int:
+    return max((p.high[column] for p in points if column in p.high), default=0)

@@ -1,7 +1,8 @@
 """The record of a run, `run.jsonl`, and its two pictures, `memory.png` and `stages.png`, in one folder.
 
 A line for each start of the run:
-    {"start": Unix seconds, "startup_s": seconds by phase, "stages": the fields of `Stages`, if the run has some}
+    {"start": Unix seconds, "startup_s": seconds by phase, "stages": the fields of `Stages`, if the run has some,
+     "engine": the fields of `EngineShare`, if the run has one}
 and one for each step that is observed, with `"step": null` for what was seen after the last one:
     {"step", "time": Unix seconds, "stages_s": seconds by stage, of which "step" is the whole step, "metrics": by name,
      "memory": {"time": [Unix seconds, ...], column in GiB: [[least, most], ...]}}
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # it may be missing, and is imported when something is drawn
 GIB = 2**30
 OPTIMIZER_WAIT = "megatrain/optimizer_wait_s"
 SYNC_WAIT = "megatrain/weight_sync_wait_s"  # of it, in weight syncs
+BEYOND_SHARE = "megatrain/engine_beyond_share_gib"  # the most that the engine held, less its share
+DEVICE_FREE = "megatrain/device_free_gib"  # the least that was free
 
 _BARS = 300
 _MEMORY_POINTS = 3000
@@ -40,6 +43,14 @@ _PANELS = (
     ("GPU memory, GiB", {"device_gpu": "all of the GPU", "both_gpu": "trainer + engine", "engine_gpu": "engine", "trainer_gpu": "trainer"}),
     ("host memory, GiB", {"run_rss": "all processes of the run", "trainer_rss": "trainer"}),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShare:
+    """GPU memory that a rollout engine was given, and what it may take beyond that, in GB (1e9 bytes)."""
+
+    share_gb: float
+    beyond_gb: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +77,19 @@ class Stages:
 
 class RunFile:
     """`run.jsonl`, open for another start. startup_s: seconds of each phase before the first step. stages: None draws
-    all stages, in the order in which they are first seen."""
+    all stages, in the order in which they are first seen. engine: the share of the rollout engine, if there is one."""
 
-    def __init__(self, folder: Path, startup_s: dict[str, float] | None = None, stages: Stages | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        startup_s: dict[str, float] | None = None,
+        stages: Stages | None = None,
+        engine: EngineShare | None = None,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "run.jsonl").open("a", buffering=1)
-        named = {} if stages is None else {"stages": dataclasses.asdict(stages)}
+        parts = {"stages": stages, "engine": engine}
+        named = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
         self._write({"start": time.time(), "startup_s": startup_s or {}} | named)
 
     def write(
@@ -102,6 +120,12 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def startup_s(folder: Path) -> dict[str, float]:
     """Seconds of each phase before the first step of the last start; empty where nobody timed them."""
     return _read(folder)[0].get("startup_s", {})
+
+
+def engine_share(folder: Path) -> EngineShare | None:
+    """The share that the rollout engine had in the last start; None where it is not recorded."""
+    fields = _read(folder)[0].get("engine")
+    return None if fields is None else EngineShare(**fields)
 
 
 def start(folder: Path) -> float:

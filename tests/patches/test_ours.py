@@ -33,7 +33,11 @@ def test_runs(given, roles, trains):
 def test_rollouts_carry_a_mark_beside_what_the_user_has_there():
     assert ours.is_our_rollout(SimpleNamespace(custom=ours.marked(None)))
     assert ours.marked({"mine": 1}) == {"mine": 1, "megatrain_rl": True}
+    plan = {"share": 0.5}
+    assert ours.is_our_rollout(SimpleNamespace(custom=ours.marked(None, plan)))
+    assert ours.rollout_plan(ours.marked({"mine": 1}, plan)) == plan and ours.rollout_plan(ours.marked(None)) == {}
     for custom in (None, {}, {"mine": 1}):
+        assert ours.rollout_plan(custom) == {}
         assert not ours.is_our_rollout(SimpleNamespace(custom=custom))
 
 

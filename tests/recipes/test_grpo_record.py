@@ -49,6 +49,26 @@ def test_medians_and_peaks(tmp_path):
     ]  # fmt: skip
 
 
+def test_how_the_engine_kept_to_its_part_of_the_gpu(tmp_path):
+    write_run(tmp_path, [9.0] * 5)
+    file = tmp_path / "megatrain" / "run.jsonl"
+    start, line = map(json.loads, file.read_text().splitlines())
+    start["engine"] = {"share_gb": 60.0, "beyond_gb": 2 * 2**30 / 1e9}
+    free = ([[3.0, 4.0], [2.5, 2.5]], [None, [3.5, 3.5]])
+    lines = [
+        line
+        | {
+            "metrics": {"megatrain/engine_beyond_share_gib": beyond},
+            "memory": {"time": [0, 1], "device_free_gib": lows},
+        }
+        for beyond, lows in zip((0.5, 1.25), free, strict=True)
+    ]
+    file.write_text("\n".join(map(json.dumps, [start, *lines, line])))
+    assert collect(tmp_path).returncode == 0
+    figures = {r["metric"]: r["value"] for r in json.loads((tmp_path / "r.json").read_text())["results"]}
+    assert (figures["beyond_share_gib"], figures["planned_gib"], figures["device_free_gib"]) == (1.25, 2.0, 2.5)
+
+
 def add(folder: Path, steps: dict[int, dict[str, float]]) -> None:
     file = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]

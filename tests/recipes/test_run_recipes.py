@@ -129,7 +129,9 @@ def test_settings_compose_and_fit_the_card(inputs, recipe, monkeypatch):
     assert not rollout.free_cache_engine and not rollout.enable_sleep_mode
     assert rollout.gpu_memory_utilization * card > (weights + 8) * GB
     assert (
-        rollout.gpu_memory_utilization * card + roles.actor.megatrain.gpu_budget_gb * GB + gpu_share.RESERVE_BYTES
+        rollout.gpu_memory_utilization * card
+        + roles.actor.megatrain.gpu_budget_gb * GB
+        + gpu_share.reserve_bytes(config)
         <= card
     )
     spec = decoder_spec(shape_config(shape))

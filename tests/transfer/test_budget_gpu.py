@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -14,6 +16,7 @@ from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.objectives import NegativeLogLikelihood, ObjectiveOutput
 from megatrain_rl.planner import CONTEXT_BYTES, PACK_MULTIPLE
 from megatrain_rl.trainer import StreamTrainer
+from verl_patches import engine_memory_cap
 
 pytestmark = pytest.mark.gpu
 
@@ -149,3 +152,22 @@ def test_expandable_segments_of_others_do_not_matter(tmp_path):
         assert torch.cuda.max_memory_reserved() <= trainer.plan.gpu_cap_bytes
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
     trainer.close()
+
+
+def test_torch_reads_the_bound_of_a_rollout_engine():
+    """verl_patches/engine_memory_cap.py hands it on in the environment. At the bound, unused blocks go first."""
+    code = """
+import torch
+total = torch.cuda.get_device_properties(0).total_memory
+for part in (0.01, 0.012, 0.014):  # each needs a new block: the one before is too small
+    torch.empty(int(part * total), dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() <= 0.02 * total
+try:
+    torch.empty(int(0.03 * total), dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError:
+    print("bounded")
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in engine_memory_cap.VARIABLES}
+    environment[engine_memory_cap.VARIABLES[1]] = f"{engine_memory_cap.OPTION}:0.02"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "bounded\n", done.stderr

@@ -52,7 +52,8 @@ class FakeNvml:
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.gpus[handle].items()]
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(used=GIB + sum(used or 0 for used in self.gpus[handle].values()))
+        used = GIB + sum(used or 0 for used in self.gpus[handle].values())
+        return SimpleNamespace(used=used, free=100 * GIB - used)
 
 
 def ray_run(root: Path) -> FakeProc:

@@ -27,6 +27,7 @@ def test_gpu_memory_by_role_on_the_gpus_of_the_run():
     nvml.gpus[0] = {WORKER: 2 * GIB, ENGINE: 7 * GIB, SERVER: None}
     [*points] = watched.take()
     assert [p.high["both_gpu"] / GIB for p in points] == [11, 9]
+    assert [p.low["device_free"] / GIB for p in points] == [83, 90]
     gib = monitor.peaks_gib(points)
     assert gib["megatrain/trainer_gpu_peak_gib"] == 8 and gib["megatrain/engine_gpu_peak_gib"] == 7
     assert gib["megatrain/both_gpu_peak_gib"] == 11 and gib["megatrain/device_gpu_peak_gib"] == 17

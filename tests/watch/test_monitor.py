@@ -7,9 +7,10 @@ import sys
 import time
 
 import pytest
-from run_fakes import RUNNER, STAGES_S
+from run_fakes import ENGINE, GIB, RUNNER, STAGES_S, FakeNvml
 
 from megatrain_rl.watch import report
+from megatrain_rl.watch.gpu import GpuProcesses
 from megatrain_rl.watch.memory import MemoryWatch
 from megatrain_rl.watch.monitor import RunMonitor
 from megatrain_rl.watch.peaks import Point
@@ -72,6 +73,24 @@ def test_the_record_names_its_stages(tmp_path):
     start = json.loads((tmp_path / "out" / "run.jsonl").read_text().splitlines()[0])
     assert start["startup_s"] == {"load": 2.0}
     assert start["stages"] == {"in_step": {"gen": "generate"}, "after_step": {"testing": "validation"}}
+
+
+def test_an_engine_beyond_its_part_of_the_gpu_is_told_once(tmp_path, proc, caplog):
+    """The share is 3 GB here, and 1 GB more was planned."""
+    nvml = FakeNvml({RUNNER: GIB, ENGINE: 3 * 10**9})
+    watch = MemoryWatch(RunProcesses(RUNNER), GpuProcesses(nvml=nvml))
+    share = report.EngineShare(share_gb=3.0, beyond_gb=1.0)
+    monitor = RunMonitor(tmp_path / "out", watch, engine=share)
+    logged = []
+    for used in (3.5, 4.5, 4.6):
+        nvml.gpus[0][ENGINE] = int(used * 1e9)
+        watch.take()  # what the thread has seen until now
+        logged.append(monitor.observe(len(logged), trains=True, stages_s={}, metrics={}))
+        assert caplog.text.count("max_num_seqs") == (0 if used == 3.5 else 1)
+    assert [round(step[report.BEYOND_SHARE] * GIB / 1e9, 3) for step in logged] == [0.5, 1.5, 1.6]
+    assert logged[0][report.DEVICE_FREE] == pytest.approx(98 - 3.5e9 / GIB)
+    monitor.close()
+    assert report.engine_share(tmp_path / "out") == share
 
 
 def test_broken_monitor_is_told_once_and_stops_nothing(tmp_path, monkeypatch, caplog):

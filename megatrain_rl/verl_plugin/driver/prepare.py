@@ -61,7 +61,10 @@ def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
     mark_reference(config)
     if ours.is_ours(config):
         with open_dict(rollout):
-            rollout.custom = ours.marked(rollout.get("custom"))
+            division = gpu_share.division(config, card)
+            rollout.custom = ours.marked(rollout.get("custom"), division and division.settings())
+        if division:
+            print(division.line(), flush=True)
         mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
         if config.trainer.use_v1 and mode in ours.TRAINERS:
             config.trainer.v1.trainer_mode = ours.TRAINERS[mode]

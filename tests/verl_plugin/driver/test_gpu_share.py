@@ -5,8 +5,10 @@ import verl_cases
 from omegaconf import open_dict
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from megatrain_rl.verl_plugin import monitoring
 from megatrain_rl.verl_plugin.driver import gpu_share
 from megatrain_rl.verl_plugin.driver.gpu_share import Card, visible_card
+from verl_patches import ours
 
 GIB = 2**30
 H100 = Card(total_bytes=80 * GIB, free_bytes=79 * GIB)
@@ -43,10 +45,42 @@ def test_the_sum_stays_inside_the_card(card, told, budget):
     config = composed(f"{ACTOR}.gpu_budget_gb={budget}", f"{ACTOR}.card_gb={'null' if told is None else told}")
     resolve(config, lambda: card)
     usable = card.free_bytes if told is None else told * 1e9
-    total = budget * 1e9 + share(config) * card.total_bytes + gpu_share.RESERVE_BYTES
+    total = budget * 1e9 + share(config) * card.total_bytes + gpu_share.reserve_bytes(config)
     assert usable - 0.2e9 < total <= usable
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     assert rollout.gpu_memory_utilization == share(config) and not rollout.enable_sleep_mode
+
+
+@pytest.mark.parametrize("sequences, copies_gb", [(256, 0.467), (1024, 1.867)])
+def test_the_reserve_follows_sequences_and_vocabulary(tmp_path, sequences, copies_gb):
+    """Three copies of (sequences, vocabulary) numbers in fp32; half a GiB of the card is left free."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 151936}')
+    config = composed(f"actor_rollout_ref.model.path={tmp_path}", f"{ROLLOUT}.max_num_seqs={sequences}")
+    assert gpu_share.reserve_bytes(config) == pytest.approx(2.55e9 + copies_gb * 1e9, abs=1e6)
+    resolve(config, lambda: H100)
+    division = gpu_share.division(config, H100)
+    assert H100.free_bytes - division.budget - division.share - division.beyond >= GIB / 2
+    plan = division.settings()
+    assert plan["engine_share_gb"] == division.share / 1e9
+    assert plan["engine_beyond_share_gb"] == pytest.approx(2.0 + copies_gb, abs=1e-3)
+    capped = plan["engine_torch_fraction"] * H100.total_bytes
+    assert capped == pytest.approx(division.share + 0.5e9 + copies_gb * 1e9, abs=1e6)
+    for part in (division.budget, division.share, division.beyond):
+        assert gpu_share.gb(part) in division.line()
+
+
+@pytest.mark.parametrize("text", ['{"text_config": {"vocab_size": 151936}}', "{}", "not json", None])
+def test_a_vocabulary_that_is_elsewhere_or_unknown(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    config = composed(f"actor_rollout_ref.model.path={tmp_path}")
+    known = text is not None and "vocab" in text
+    assert gpu_share.reserve_bytes(config) == 2_550_000_000 + 3 * 4 * 256 * (151936 if known else 262144)
+
+
+def test_many_sequences_are_named_where_they_do_not_fit():
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        resolve(composed(f"{ROLLOUT}.max_num_seqs=30000", f"{ACTOR}.card_gb=100"), lambda: H200)
 
 
 def test_model_that_does_not_fit_is_refused_and_fp8_halves_it(tmp_path):
@@ -108,7 +142,12 @@ def test_verls_main_resolves_before_ray(monkeypatch):
     with open_dict(config):
         config.trainer.device = "cuda"
     validate_config(config, use_reference_policy=False, use_critic=False)
-    assert share(config) == pytest.approx((79 * GIB - 12e9) / (80 * GIB), abs=1e-3)
+    left = 79 * GIB - 9e9 - gpu_share.reserve_bytes(config)
+    assert share(config) == pytest.approx(left / (80 * GIB), abs=1e-3)
+    plan = ours.rollout_plan(config.actor_rollout_ref.rollout.custom)
+    assert plan == gpu_share.division(config, H100).settings()
+    assert monitoring.engine_share(config).share_gb == plan["engine_share_gb"]
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).custom == {"megatrain_rl": plan}
 
 
 def test_nvidia_smi_is_read(tmp_path, monkeypatch):
