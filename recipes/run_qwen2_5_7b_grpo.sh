@@ -5,8 +5,8 @@
 #   MODEL_PATH=models/Qwen2.5-7B-Instruct bash recipes/run_qwen2_5_7b_grpo.sh [Hydra overrides]
 #
 # Settings by environment: recipes/grpo_common.sh. Memory, 1 GB = 1e9 bytes, 7.62 B parameters:
-#   GPU    trainer 9 (a hard cap; its transfer bucket included) + reserve 3 (grows with rollout.max_num_seqs) + vLLM the rest: 68 of an 80 GB card, of
-#          which 15.2 weights. KV cache takes 57 KB a token.
+#   GPU    trainer 9 (a hard cap; its transfer bucket included) + reserve 3 (grows with rollout.max_num_seqs) + vLLM
+#          the rest: 68 of an 80 GB card, of which 15.2 weights. KV cache takes 57 KB a token.
 #   host   106.7 state (weights, residual, moments in fp32, gradients) + 0.2 per 1,000 tokens of a mini-batch for layer
 #          inputs + about 15 for Ray, vLLM and VERL. A host of 128 GiB (137 GB) holds that without a reference. With a
 #          KL term (actor_rollout_ref.actor.use_kl_loss=true) the model's files are read through the page cache, 15.2

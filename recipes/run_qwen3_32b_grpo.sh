@@ -5,8 +5,9 @@
 #   MODEL_PATH=models/Qwen3-32B bash recipes/run_qwen3_32b_grpo.sh [Hydra overrides]
 #
 # Settings by environment: recipes/grpo_common.sh. Memory, 1 GB = 1e9 bytes, 32.8 B parameters:
-#   GPU    trainer 9 (a hard cap; its transfer bucket included) + reserve 3 (grows with rollout.max_num_seqs) + vLLM the rest: 68 of an 80 GB card, of
-#          which about 34 weights (FP8 layers, bf16 embedding and output matrix). KV cache takes 262 KB a token.
+#   GPU    trainer 9 (a hard cap; its transfer bucket included) + reserve 3 (grows with rollout.max_num_seqs) + vLLM
+#          the rest: 68 of an 80 GB card, of which about 34 weights (FP8 layers, bf16 embedding and output matrix). KV
+#          cache takes 262 KB a token.
 #   host   458.7 state + 0.66 per 1,000 tokens of a mini-batch for layer inputs + about 15 for Ray, vLLM and VERL, of
 #          549.8. With a KL term the model's files (65.5) are read through the page cache: add
 #          actor_rollout_ref.actor.megatrain.optimizer_state_dtype=bfloat16, which saves 131.

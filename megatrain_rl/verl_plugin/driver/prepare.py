@@ -62,7 +62,7 @@ def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
     if ours.is_ours(config):
         with open_dict(rollout):
             division = gpu_share.division(config, card)
-            rollout.custom = ours.marked(rollout.get("custom"), division and division.settings())
+            rollout.custom = ours.marked(rollout.get("custom"), division.settings() if division else None)
         if division:
             print(division.line(), flush=True)
         mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
