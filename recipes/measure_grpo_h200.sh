@@ -81,7 +81,7 @@ learning() {
 1024-seqs() {
     local model=$work/model-0.5b card_gb=null
     [ -d "$model" ] || "$PYTHON" examples/make_random_model.py qwen2.5-0.5b "$model"
-    run 1024-seqs reserve_h200 128 8 3 0 actor_rollout_ref.rollout.max_num_seqs=1024 data.max_response_length=256
+    run 1024-seqs reserve_h200 128 8 3 0 actor_rollout_ref.rollout.max_num_seqs=1024 data.max_response_length=128
 }
 
 for what in "${@:-prepare 8x2 8x2-fp8 32x8 learning 1024-seqs}"; do
