@@ -54,8 +54,10 @@ def pack(
     predict: per sequence a bool (L,), where log-probs are wanted; None wants all but the last token's. The last token
         of a sequence has no next token and is never predicted.
     temperature: one for all, or one per sequence. A temperature below 1e-8 counts as 1e-8.
-    An empty pack, an empty sequence, or arguments of unequal lengths are a ValueError.
+    An empty pack, an empty sequence, ids that are no integers, or arguments of unequal lengths are a ValueError.
     """
+    for sequence in sequences:
+        _check_ids(sequence)
     lengths = [len(s) for s in sequences]
     if not lengths or min(lengths) == 0:
         raise ValueError("a pack needs at least one sequence and no sequence may be empty")
@@ -87,6 +89,15 @@ def pack(
         .repeat_interleave(torch.tensor(lengths)),
         sequence_ids=tuple(sequence_ids),
     )
+
+
+def _check_ids(sequence: Tensor) -> None:
+    integers = not (sequence.is_floating_point() or sequence.is_complex() or sequence.dtype == torch.bool)
+    if sequence.dim() != 1 or not integers or sequence.device.type != "cpu":
+        raise ValueError(
+            f"a sequence is a tensor (L,) of integer token ids on the CPU, not {tuple(sequence.shape)} of {sequence.dtype} on "
+            f"{sequence.device}"
+        )
 
 
 def cut(lengths: Sequence[int], *, max_tokens: int, max_sequences: int | None = None) -> list[list[int]]:

@@ -42,6 +42,21 @@ class ObjectiveOutput:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
+def checked(output: Any) -> ObjectiveOutput:
+    """The output of an objective as it is, or a ValueError that says what an objective has to return."""
+    loss = output.loss if isinstance(output, ObjectiveOutput) else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        given = type(output).__name__ if not isinstance(output, ObjectiveOutput) else f"a loss of {_described(loss)}"
+        raise ValueError(
+            f"an objective returns ObjectiveOutput(loss=...) with a floating-point tensor of one number, not {given}"
+        )
+    return output
+
+
+def _described(loss: Any) -> str:
+    return f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+
+
 class Objective(Protocol):
     def __call__(self, stats: TokenStats, pack: PackedBatch) -> ObjectiveOutput: ...
 

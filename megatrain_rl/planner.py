@@ -294,8 +294,11 @@ def _max_pack_tokens(costs: DeviceCosts, room: int, *, ring_in_head: bool) -> in
     return low // PACK_MULTIPLE * PACK_MULTIPLE
 
 
-def check_packs(plan: MemoryPlan, config: StreamConfig, packs: Sequence[PackedBatch]) -> None:
-    """A pack the budget cannot hold is a ValueError. A pack longer than pack_tokens is one long sequence."""
+def check_packs(plan: MemoryPlan, config: StreamConfig, packs: Sequence[PackedBatch], *, vocab_size: int) -> None:
+    """A ValueError for a pack that the budget cannot hold, and for a token that the model does not know.
+
+    A pack longer than pack_tokens is one long sequence.
+    """
     if not packs:
         raise ValueError("no packs: the mini-batch is empty")
     for pack in packs:
@@ -304,6 +307,12 @@ def check_packs(plan: MemoryPlan, config: StreamConfig, packs: Sequence[PackedBa
             raise ValueError(
                 f"{what} of {pack.num_tokens} tokens does not fit gpu_budget_gb={config.gpu_budget_gb:g}: at most "
                 f"{plan.max_pack_tokens}; raise gpu_budget_gb or shorten prompts and responses"
+            )
+        lowest, highest = (int(end) for end in pack.tokens_T.aminmax())
+        if lowest < 0 or highest >= vocab_size:
+            raise ValueError(
+                f"token id {lowest if lowest < 0 else highest}: the model has ids from 0 to {vocab_size - 1}; the tokenizer "
+                "belongs to another model, or padding was left in a sequence"
             )
 
 

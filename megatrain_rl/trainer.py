@@ -19,23 +19,25 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatrain_rl import checkpoint
-from megatrain_rl.batch import PackedBatch, pack_sequences
+from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.host.gradients import HostGradients
 from megatrain_rl.host.machine import optimizer_threads
-from megatrain_rl.host.store import HostStore, WeightStore, check_shapes, frozen_store
+from megatrain_rl.host.store import HostStore, WeightStore, frozen_store
 from megatrain_rl.model.decoder import DecoderSpec, decoder_spec
+from megatrain_rl.model.folder import check_folder
+from megatrain_rl.model.hf_export import Companions, Saveable
 from megatrain_rl.model.hf_io import CheckpointReader
-from megatrain_rl.objectives import NegativeLogLikelihood, Objective, TokenStats
+from megatrain_rl.objectives import Objective, TokenStats
 from megatrain_rl.optim.host_adamw import HostAdamW, Interval, make_library
 from megatrain_rl.optim.library import LibraryAdamW
 from megatrain_rl.optim.lr_schedule import LRSchedule
 from megatrain_rl.optim.masters import draw_masters, read_masters, write_masters
 from megatrain_rl.optim.update import OptimStepResult, Update
-from megatrain_rl.planner import PACK_MULTIPLE, check_packs, cut_sweeps, make_plan
+from megatrain_rl.planner import make_plan
 from megatrain_rl.streaming.executor import StreamExecutor
 from megatrain_rl.streaming.head_pass import ForwardBackwardOutput
-from megatrain_rl.streaming.schedule import LayerSchedule
+from megatrain_rl.streaming.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class StreamTrainer:
         for line in (f"streaming {spec.num_parameters / 1e9:.2f} B parameters", *self.plan.table()):
             log.info(line)
         self._reference: WeightStore | None = None
-        self._companions: Path | None = None
+        self._model_dir: Path | None = None
         self._update: Update | None = None  # forward only
         self._parts = contextlib.ExitStack()  # what lives in host RAM, to be closed
         self._closed = False
@@ -115,9 +117,9 @@ class StreamTrainer:
         """
         reader = CheckpointReader(model_dir)
         spec = decoder_spec(hf_config or reader.config())
-        check_shapes(spec, reader)
+        check_folder(spec, reader)
         trainer = cls(spec, config, adamw, schedule, torch.device(device), reference=reference, on_reserved=on_reserved)
-        trainer._companions = reader.directory
+        trainer._model_dir = reader.directory
         with trainer._closed_on_error():
             read_masters(trainer._store, trainer._optimizer, reader)
             if reference:
@@ -154,15 +156,8 @@ class StreamTrainer:
 
         The gradient of an entropy, if the objective has one, is still compiled when it first comes.
         """
-        # On a GPU a whole pack: what is compiled is tuned for the size that it is first called with.
-        tokens = self.pack_tokens if self._device.type == "cuda" else min(self.pack_tokens, PACK_MULTIPLE)
-        lengths = [max(1, tokens // 2), max(1, tokens // 3)]
-        packs = pack_sequences([torch.zeros(n, dtype=torch.long) for n in lengths], max_tokens=self.pack_tokens)
-        for entropy in (False, True):
-            self.log_probs(packs, entropy=entropy)
-        if self._update is not None and not (self._update.gradients.complete or self._update.nonfinite_loss):
-            self.forward_backward(packs, NegativeLogLikelihood(packs))
-            self.zero_grad()
+        train = self._update is not None and self._update.idle
+        warm_up(self, train=train, on_gpu=self._device.type == "cuda")
 
     def forward_backward(
         self, packs: Sequence[PackedBatch], objective: Objective, *, entropy: bool = False, final: bool = False
@@ -177,7 +172,7 @@ class StreamTrainer:
         """
         update = self._require_training()
         self._require_settled()
-        sweeps = self._sweeps(packs, train=True)
+        sweeps = self._executor.sweeps(packs, self.plan, train=True)
         outputs = []
         if final:
             update.promise()
@@ -204,12 +199,12 @@ class StreamTrainer:
         if weights == "reference" and self._reference is None:
             raise ValueError("no reference weights are kept; build the trainer with reference=True")
         store = self._store if weights == "policy" else self._reference
-        sweeps = self._sweeps(packs, train=False)
+        sweeps = self._executor.sweeps(packs, self.plan, train=False)
         return [stats for sweep in sweeps for stats in self._executor.log_probs(sweep, store, entropy=entropy)]
 
     def num_sweeps(self, packs: Sequence[PackedBatch], *, train: bool) -> int:
-        """How many sweeps these packs take: more than one when their layer inputs do not fit host RAM together."""
-        return len(self._sweeps(packs, train=train))
+        """How many sweeps these packs take: several when their layer inputs do not fit host RAM together."""
+        return len(self._executor.sweeps(packs, self.plan, train=train))
 
     @property
     def lr(self) -> float:
@@ -260,33 +255,45 @@ class StreamTrainer:
         yield from gradients.named()
 
     def load_named_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace weights by Hugging Face name; fp32 values are kept exactly (the residual follows). Moments stay. An
-        unknown name or a wrong shape is a ValueError."""
+        """Replace weights by Hugging Face name; fp32 values are kept exactly (the residual follows). Moments stay.
+
+        A ValueError, before anything changes, for what `write_masters` refuses, and while gradients wait for an update.
+        """
         self._wait_for_optimizer()
+        if self._update is not None:
+            self._executor.drain()
+            self._update.require_no_gradients("load_named_parameters")
         write_masters(self._store, self._optimizer, tensors)
 
-    def save_checkpoint(self, directory: str | Path) -> None:
-        """Write the complete state; see `megatrain_rl.checkpoint` for the layout."""
+    def save_checkpoint(
+        self, directory: str | Path, *, tokenizer: Saveable | None = None, generation_config: Saveable | None = None
+    ) -> None:
+        """Write the complete state; see `megatrain_rl.checkpoint` for the layout and for what is never overwritten.
+
+        tokenizer, generation_config: saved with the weights; None copies the files of the model's folder.
+        """
         self._wait_for_optimizer()
+        companions = Companions(source=self._model_dir, tokenizer=tokenizer, generation_config=generation_config)
         state: dict[str, Any] = {"skipped_steps": 0}
         if self._update is not None:
             state = self._update.state_dict() | {"schedule": self.schedule.state_dict()}
-        checkpoint.save(Path(directory), self.spec, self._store, self._optimizer, state, self._companions)
+        checkpoint.save(Path(directory), self.spec, self._store, self._optimizer, state, companions)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Restore the complete state, also after a failed update. Gradients are dropped; the reference stays."""
+        """Restore the complete state, also after a failed update. Gradients are dropped; the reference stays. A
+        ValueError before anything changes if the checkpoint is not whole."""
         self._require_open()
+        checked = checkpoint.check(Path(directory), self.spec, self._optimizer)
         if self._update is not None:
             self._drop_gradients()
             self._update.optimizer.settle()
-        state = checkpoint.load(Path(directory), self.spec, self._store, self._optimizer)
+        state = checked.restore(self._store, self._optimizer)
         if self._update is not None:
             self._update.load_state_dict(state)
             self.schedule.load_state_dict(state["schedule"])
 
     def synchronize(self) -> None:
         """Wait until gradients have landed and the optimizer is done."""
-        self._require_settled()
         self._executor.drain()
         self._wait_for_optimizer()
 
@@ -318,13 +325,6 @@ class StreamTrainer:
         with contextlib.suppress(RuntimeError):  # the error that is on its way up is the one to tell
             self._executor.drain()
         self._require_training().take_back()
-
-    def _sweeps(self, packs: Sequence[PackedBatch], *, train: bool) -> list[list[PackedBatch]]:
-        check_packs(self.plan, self.config, packs)
-        schedule = LayerSchedule(self.spec.num_layers, self.config.checkpoint_interval, train=train)
-        hidden_bytes = self.spec.hidden_size * self.config.param_torch_dtype.itemsize
-        tokens = [self._executor.padded_tokens(pack) for pack in packs]
-        return cut_sweeps(self.plan, packs, tokens, bytes_per_token=schedule.num_slots * hidden_bytes)
 
     def _require_training(self) -> Update:
         self._require_open()

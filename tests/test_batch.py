@@ -67,3 +67,14 @@ def test_bad_input_is_an_error():
         pack(two, [0, 1], temperature=[1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match="no sequence may be empty"):
         pack([torch.tensor([], dtype=torch.long)], [0])
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    [torch.ones(3), torch.ones(3, dtype=torch.bool), torch.ones(1, 3, dtype=torch.long), torch.tensor(3), torch.ones(3, device="meta").long()],
+    ids=["float", "bool", "two axes", "no axis", "another device"],
+)  # fmt: skip
+def test_token_ids_are_integers_on_the_cpu(sequence):
+    with pytest.raises(ValueError, match="integer token ids on the CPU"):
+        pack([sequence], [0])
+    assert pack([torch.ones(3, dtype=torch.int32)], [0]).tokens_T.dtype == torch.int64

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatrain_rl import checkpoint
@@ -108,7 +109,7 @@ def test_huggingface_loads_what_is_saved(tmp_path, family, tied, monkeypatch):
     trainer = build(directory, "float32")
     train(trainer, 1)
     for shard_bytes in (1 << 30, 100_000):
-        monkeypatch.setattr("megatrain_rl.model.hf_io.SHARD_BYTES", shard_bytes)
+        monkeypatch.setattr("megatrain_rl.model.hf_export.SHARD_BYTES", shard_bytes)
         trainer.save_checkpoint(tmp_path / "c")
         saved = tmp_path / "c" / "huggingface"
         assert (saved / "tokenizer_config.json").is_file()
@@ -182,37 +183,131 @@ def test_a_crash_between_the_renames_keeps_the_previous_checkpoint(tmp_path, mon
     trainer.close()
 
 
-def broken(tmp_path, name):
-    directory = tmp_path / "c"
-    file = directory / name
-    if name == "trainer_state.json":
-        content = json.loads(file.read_text())
-        file.write_text(json.dumps(content | {"format": 99}))
-    else:
-        file.unlink()
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def rewrite(file: Path, **change) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+def put(name: str, value: float):
+    def change(file: Path) -> None:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+        tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+        tensors[name].view(-1)[5] = value
+        save_file(tensors, file, metadata=metadata)
+
+    return change
+
+
+def shorten(file: Path) -> None:
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    save_file({key: tensor[:-2].clone() for key, tensor in load_file(file).items()}, file, metadata=metadata)
+
+
+MOMENTS, MODEL = "optimizer/layers.2.safetensors", "huggingface/model.safetensors"
 
 
 @pytest.mark.parametrize(
-    "name, message",
+    "name, damage, message",
     [
-        ("trainer_state.json", "format 99"),
-        ("optimizer/layers.2.safetensors", r"layers\.2"),
-        ("huggingface/model.safetensors", r"model\.safetensors"),
+        ("trainer_state.json", lambda f: rewrite(f, format=99), "format 99"), ("trainer_state.json", cut, "trainer_state"),
+        ("trainer_state.json", lambda f: rewrite(f, step_count=None), "step_count"),
+        ("trainer_state.json", lambda f: rewrite(f, schedule=[]), "schedule"),
+        ("trainer_state.json", lambda f: rewrite(f, python_rng=3), "python_rng"),
+        (MOMENTS, Path.unlink, r"layers\.2"), (MOMENTS, cut, r"layers\.2"), (MOMENTS, shorten, r"layers\.2"),
+        (MOMENTS, put("exp_avg", float("nan")), r"layers\.2.*exp_avg.*NaN"),
+        (MOMENTS, put("exp_avg_sq", float("inf")), r"layers\.2.*exp_avg_sq.*infinite"),
+        (MODEL, Path.unlink, r"model\.safetensors"), (MODEL, cut, r"model\.safetensors"),
+        (MODEL, put("model.norm.weight", float("nan")), r"model\.safetensors.*model\.norm\.weight.*NaN"),
+        ("huggingface/config.json", cut, r"config\.json"),
+        ("rng.safetensors", Path.unlink, r"rng\.safetensors"), ("rng.safetensors", cut, r"rng\.safetensors"),
     ],
-)
-def test_a_broken_checkpoint_changes_nothing(tmp_path, name, message):
+)  # fmt: skip
+def test_a_broken_checkpoint_changes_nothing(tmp_path, name, damage, message):
+    """Neither the weights and moments nor the gradients that wait."""
     trainer = build(tiny.saved(tiny.model(tiny.config()), tmp_path / "model"))
     train(trainer, 1)
     trainer.save_checkpoint(tmp_path / "c")
     train(trainer, 1)
     before = state(trainer)
-    broken(tmp_path, name)
+    data = tiny.sequences()
+    trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
+    gradients = {n: g.clone() for n, g in trainer.named_gradients()}
+    damage(tmp_path / "c" / name)
+    generator = torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
         trainer.load_checkpoint(tmp_path / "c")
     after = state(trainer)
     assert all(torch.equal(after[n], before[n]) for n in before)
+    assert all(torch.equal(g, gradients[n]) for n, g in trainer.named_gradients())
+    assert torch.equal(torch.get_rng_state(), generator)
     with pytest.raises(ValueError, match="nowhere"):
         trainer.load_checkpoint(tmp_path / "nowhere")
+    trainer.close()
+
+
+def foreign_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.tex").write_text("three years of work")
+
+
+def a_file(path: Path) -> None:
+    path.write_text("three years of work")
+
+
+def a_link(path: Path) -> None:
+    foreign_folder(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.with_name("not there"))
+
+
+@pytest.mark.parametrize("make", [foreign_folder, a_file, a_link, a_link_to_nothing])
+@pytest.mark.parametrize("suffix", ["", ".old", ".tmp"])
+def test_nothing_foreign_is_replaced(tmp_path, make, suffix):
+    """Nor anything written or removed beside it."""
+    trainer = build(tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path / "model"))
+    run = tmp_path / "run"
+    run.mkdir()
+    make(run / f"c{suffix}")
+    before = {p: (p.is_symlink(), p.read_bytes() if p.is_file() else None) for p in run.rglob("*")}
+    with pytest.raises(FileExistsError, match=r"trainer\.default_local_dir"):
+        trainer.save_checkpoint(run / "c")
+    assert {p: (p.is_symlink(), p.read_bytes() if p.is_file() else None) for p in run.rglob("*")} == before
+    trainer.close()
+
+
+def test_what_others_put_beside_a_checkpoint_stays(tmp_path):
+    """VERL keeps the state of its data loader there, and a user perhaps a note. An empty folder is no obstacle."""
+    trainer = build(tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path / "model"))
+    for empty in ("c", "c.old", "c.tmp"):
+        (tmp_path / "run" / empty).mkdir(parents=True)
+    trainer.save_checkpoint(tmp_path / "run" / "c")
+    (tmp_path / "run" / "c" / "data_0.pt").write_text("position")
+    foreign_folder(tmp_path / "run" / "c" / "notes")
+    train(trainer, 1)
+    trainer.save_checkpoint(tmp_path / "run" / "c")
+    assert (tmp_path / "run" / "c" / "data_0.pt").read_text() == "position"
+    assert (tmp_path / "run" / "c" / "notes" / "thesis.tex").is_file()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["c"]
+    kept = state(trainer)
+    trainer.load_checkpoint(tmp_path / "run" / "c")
+    assert all(torch.equal(tensor, kept[n]) for n, tensor in state(trainer).items())
+    trainer.close()
+
+
+def test_a_checkpoint_without_a_marker_is_ours_too(tmp_path):
+    trainer = build(tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path / "model"))
+    trainer.save_checkpoint(tmp_path / "c")
+    (tmp_path / "c" / checkpoint.MARKER).unlink()
+    trainer.save_checkpoint(tmp_path / "c")
+    assert (tmp_path / "c" / checkpoint.MARKER).is_file()
     trainer.close()
 
 

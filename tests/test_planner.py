@@ -66,7 +66,7 @@ def test_sequence_beyond_the_budget(tmp_path):
     assert len(trainer.forward_backward(packs, NegativeLogLikelihood(packs)).losses) == 2
     small = dataclasses.replace(trainer.plan, max_pack_tokens=39)
     with pytest.raises(ValueError, match=r"a sequence of 40 tokens .*gpu_budget_gb=9\b.*\b39\b.*raise gpu_budget_gb"):
-        check_packs(small, trainer.config, packs)
+        check_packs(small, trainer.config, packs, vocab_size=tiny.VOCAB)
     trainer.plan = small
     for call in (
         lambda: trainer.log_probs(packs),

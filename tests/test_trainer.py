@@ -389,6 +389,77 @@ def test_loaded_fp32_weights_are_the_masters(tmp_path):
     trainer.close()
 
 
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda new: new.update({"no.such": torch.zeros(1)}), r"no\.such"),
+        (lambda new: new.update({"model.norm.weight": torch.zeros(3)}), r"model\.norm\.weight.*shape"),
+        (lambda new: new["model.norm.weight"].fill_(float("nan")), r"model\.norm\.weight.*NaN"),
+        (lambda new: new.update({"model.norm.weight": torch.ones(64, dtype=torch.int64)}), "int64"),
+    ],
+    ids=["name", "shape", "value", "dtype"],
+)
+def test_weights_are_replaced_all_or_none(tmp_path, spoil, message):
+    """The fault is in the last of them."""
+    model = tiny.model(tiny.config())
+    trainer = tiny.trainer(tiny.saved(model, tmp_path))
+    before = {n: w.clone() for n, w in trainer.named_parameters()}
+    new = {
+        n: torch.randn_like(p)
+        for n, p in sorted(model.named_parameters(), key=lambda item: item[0] == "model.norm.weight")
+    }
+    spoil(new)
+    with pytest.raises(ValueError, match=message):
+        trainer.load_named_parameters(iter(new.items()))
+    with pytest.raises(ValueError, match="twice"):
+        trainer.load_named_parameters([("lm_head.weight", torch.ones(tiny.VOCAB, 64))] * 2)
+    assert all(torch.equal(w, before[n]) for n, w in trainer.named_parameters())
+    trainer.close()
+
+
+def test_weights_are_not_replaced_under_waiting_gradients(tmp_path):
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    data = tiny.sequences()
+    trainer.forward_backward(tiny.packs(data), tiny.WeightedLoss(tiny.token_weights(data)))
+    with pytest.raises(ValueError, match=r"load_named_parameters.*zero_grad"):
+        trainer.load_named_parameters([("model.norm.weight", torch.ones(64))])
+    assert trainer._update.gradients.complete, "they still wait"
+    trainer.zero_grad()
+    trainer.load_named_parameters([("model.norm.weight", torch.ones(64))])
+    trainer.close()
+
+
+@pytest.mark.parametrize("token", [-1, -100, tiny.VOCAB, 2**40])
+def test_a_token_that_the_model_does_not_know(tmp_path, token):
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    packs = tiny.packs([torch.tensor([1, 2, token, 3])])
+    for call in (
+        lambda: trainer.log_probs(packs),
+        lambda: trainer.forward_backward(packs, NegativeLogLikelihood(packs)),
+    ):
+        with pytest.raises(ValueError, match=rf"token id {token}\b.*{tiny.VOCAB - 1}"):
+            call()
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        (1.0, "float"), (None, "NoneType"), (torch.ones(()), "Tensor"), (ObjectiveOutput(loss=0.5), "float"),
+        (ObjectiveOutput(loss=torch.ones(2)), r"shape \(2,\)"), (ObjectiveOutput(loss=torch.ones((), dtype=torch.int64)), "int64"),
+    ],
+    ids=["float", "none", "tensor", "loss-float", "loss-shape", "loss-int"],
+)  # fmt: skip
+def test_an_objective_that_returns_something_else(tmp_path, returned, message):
+    trainer = tiny.trainer(tiny.saved(tiny.model(tiny.config()), tmp_path))
+    packs = tiny.packs(tiny.sequences())
+    with pytest.raises(ValueError, match=rf"ObjectiveOutput.*{message}"):
+        trainer.forward_backward(packs, lambda stats, pack: returned)
+    with pytest.raises(ValueError, match="no gradients"):
+        next(trainer.named_gradients())
+    trainer.close()
+
+
 @pytest.mark.parametrize("kept", ["mmap", "pinned"])
 def test_reference_and_policy_round_an_fp32_checkpoint_alike(tmp_path, kept):
     """Values half-way between two bf16 numbers: the policy's, the reference's and a forward-only trainer's weights

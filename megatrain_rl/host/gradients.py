@@ -29,6 +29,10 @@ class HostGradients:
         return block.name in self._norms
 
     @property
+    def any(self) -> bool:
+        return bool(self._norms)
+
+    @property
     def complete(self) -> bool:
         return self._norms.keys() == self._regions.keys()
 

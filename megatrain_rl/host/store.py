@@ -164,19 +164,6 @@ def frozen_store(spec: DecoderSpec, reader: CheckpointReader, config: StreamConf
     return store
 
 
-def check_shapes(spec: DecoderSpec, reader: CheckpointReader) -> None:
-    """Check that the checkpoint has every parameter in the shape that config.json implies; a ValueError names one."""
-    for block in spec.blocks:
-        for name in block.layout.slots:
-            check_shape(block, name, tuple(reader.tensor(block.names[name]).shape))
-
-
-def check_shape(block: Block, name: str, shape: tuple[int, ...]) -> None:
-    expected = block.layout.slots[name].shape
-    if shape != expected:
-        raise ValueError(f"tensor {block.names[name]!r} has shape {shape}, config.json implies {expected}")
-
-
 def fill_from_checkpoint(block: Block, flat: Tensor, reader: CheckpointReader) -> None:
     """Copy a block's parameters from `reader` into `flat`."""
     for name in block.layout.slots:

@@ -1,25 +1,25 @@
-"""Hugging Face checkpoint directories: read by tensor from memory-mapped safetensors, written in bounded shards."""
+"""A Hugging Face checkpoint folder is read tensor by tensor, from memory-mapped safetensors.
+
+What the folder has to be like is checked by folder.py; folders are written by hf_export.py.
+"""
 
 import json
-import shutil
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 2 << 30
-# Copied beside saved weights so that the directory loads by itself.
-_COMPANIONS = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json")  # fmt: skip
 
 
 class CheckpointReader:
-    """Tensors of a checkpoint directory by name. Every file named by the index is checked to exist at once."""
+    """The tensors of a folder by name. Every file is opened at once: a missing or cut one is a ValueError here.
+
+    names: of all tensors. raw_config: config.json as it stands.
+    """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -27,57 +27,78 @@ class CheckpointReader:
             raise ValueError(f"model path {str(directory)!r} is not a directory")
         if not (self.directory / "config.json").is_file():
             raise ValueError(f"model path {str(directory)!r} has no config.json")
-        if (self.directory / INDEX).is_file():
-            self._file_of: dict[str, str] = json.loads((self.directory / INDEX).read_text())["weight_map"]
-        elif (self.directory / WEIGHTS).is_file():
-            with safe_open(self.directory / WEIGHTS, framework="pt") as f:
-                self._file_of = dict.fromkeys(f.keys(), WEIGHTS)
-        else:
-            raise ValueError(f"model path {str(directory)!r} has neither {WEIGHTS} nor {INDEX}")
-        for file in sorted(set(self._file_of.values())):
-            if not (self.directory / file).is_file():
-                raise ValueError(f"model path {str(directory)!r}: the index names {file}, which is missing")
+        self.raw_config = read_json(self.directory / "config.json")
         self._open: dict[str, safe_open] = {}
+        if (self.directory / INDEX).is_file():
+            self._file_of = self._indexed()
+        elif (self.directory / WEIGHTS).is_file():
+            self._file_of = dict.fromkeys(self._opened(WEIGHTS).keys(), WEIGHTS)
+        else:
+            raise ValueError(
+                f"model path {str(directory)!r} has neither {WEIGHTS} nor {INDEX}; other formats are not read"
+            )
+        self.names = frozenset(self._file_of)
+
+    def _indexed(self) -> dict[str, str]:
+        index = read_json(self.directory / INDEX)
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{self.directory / INDEX} has no weight_map: the file is damaged")
+        names: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            names.setdefault(file, set()).add(name)
+        for file, wanted in sorted(names.items()):
+            missing = sorted(wanted - set(self._opened(file).keys()))
+            if missing:
+                raise ValueError(f"{self.directory / file} has no tensor {missing[0]!r}, which {INDEX} says it has")
+        return weight_map
+
+    def _opened(self, file: str) -> safe_open:
+        if not (self.directory / file).is_file():
+            raise ValueError(f"model path {str(self.directory)!r}: the index names {file}, which is missing")
+        if file not in self._open:
+            self._open[file] = open_safetensors(self.directory / file)
+        return self._open[file]
 
     def config(self) -> PretrainedConfig:
-        return AutoConfig.from_pretrained(self.directory)
+        try:
+            return AutoConfig.from_pretrained(self.directory)
+        except (TypeError, AttributeError) as error:  # values of another kind than transformers expects
+            raise ValueError(f"{self.directory / 'config.json'} cannot be read: {error}") from error
+
+    def place(self, name: str) -> str:
+        """How to name a tensor in a message: its file and its name."""
+        return f"{self.directory / self._file(name)}: tensor {name!r}"
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype of a tensor, by safetensors' name for it, and its shape."""
+        part = self._open[self._file(name)].get_slice(name)
+        return part.get_dtype(), tuple(part.get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """The tensor `name`, memory-mapped: pages are read when used."""
+        return self._open[self._file(name)].get_tensor(name)
+
+    def _file(self, name: str) -> str:
         if name not in self._file_of:
-            raise ValueError(f"model path {str(self.directory)!r} has no tensor {name!r}")
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
-        return self._open[file].get_tensor(name)
+            raise ValueError(f"model path {str(self.directory)!r} has no tensor {name!r}, which config.json asks for")
+        return self._file_of[name]
 
 
-def write_checkpoint(
-    directory: Path, config: PretrainedConfig, tensors: Iterable[tuple[str, Tensor]], companions_of: Path | None
-) -> None:
-    """Write `config` and `tensors` as a directory that `AutoModelForCausalLM.from_pretrained` loads.
+def open_safetensors(file: Path) -> safe_open:
+    """Open a file of tensors on the CPU. A ValueError that names the file if it is no such file, or is cut."""
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read, it is damaged or incomplete: {error}") from error
 
-    companions_of: a directory whose tokenizer and generation files are copied along.
-    """
-    directory.mkdir(parents=True)
-    by_name = dict(tensors)
-    # The library's own function for torch counts a tensor's whole storage, which here is a block of many parameters.
-    split = split_state_dict_into_shards_factory(
-        by_name,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=SHARD_BYTES,
-    )
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: by_name[name] for name in names}, directory / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (directory / INDEX).write_text(json.dumps(index, indent=1))
-    saved = config.to_dict()
-    saved["dtype"] = str(next(iter(by_name.values())).dtype).removeprefix("torch.")
-    saved.pop("_attn_implementation", None)
-    type(config)(**saved).save_pretrained(directory)
-    if companions_of is not None:
-        for pattern in _COMPANIONS:
-            for companion in companions_of.glob(pattern):
-                shutil.copyfile(companion, directory / companion.name)
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object. A ValueError that names the file if it does not."""
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, OSError) as error:  # ValueError: no JSON, or no text
+        raise ValueError(f"{file} cannot be read, it is damaged or incomplete: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} cannot be read: it holds no JSON object")
+    return content

@@ -218,6 +218,18 @@ class Update:
             for block in guess.held:
                 self.optimizer.step(block, grad_scale=grad_scale)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for the next update: no gradient, and no loss for which it would be skipped."""
+        return not (self.gradients.any or self.nonfinite_loss)
+
+    def require_no_gradients(self, what: str) -> None:
+        """A ValueError if gradients of the present weights wait for an update; `what` would make them meaningless."""
+        if not self.idle:
+            raise ValueError(
+                f"{what}: gradients wait for an update of the present weights; call optim_step or zero_grad first"
+            )
+
     def take_back(self) -> None:
         """Drop the gradients and a pending update; weights and moments are then as before it, to fp32 rounding.
 

@@ -22,7 +22,7 @@ from megatrain_rl.model.attention import resolve_backend
 from megatrain_rl.model.decoder import EMBED_WEIGHT, Block, DecoderSpec
 from megatrain_rl.model.template import LayerRunner
 from megatrain_rl.objectives import Objective, TokenStats
-from megatrain_rl.planner import PACK_MULTIPLE, ROTARY_TOKENS, MemoryPlan, compiles
+from megatrain_rl.planner import PACK_MULTIPLE, ROTARY_TOKENS, MemoryPlan, check_packs, compiles, cut_sweeps
 from megatrain_rl.streaming.device_pack import DevicePack, padded_tokens
 from megatrain_rl.streaming.embedding import add_embedding_gradient
 from megatrain_rl.streaming.gradient_sums import GradientSums
@@ -110,6 +110,14 @@ class StreamExecutor:
     def padded_tokens(self, pack: PackedBatch) -> int:
         """Tokens of `pack` as layers see it."""
         return padded_tokens(pack, self._pack_multiple)
+
+    def sweeps(self, packs: Sequence[PackedBatch], plan: MemoryPlan, *, train: bool) -> list[list[PackedBatch]]:
+        """`packs` in groups that go through the layers together. A ValueError for a pack that cannot go at all."""
+        check_packs(plan, self._config, packs, vocab_size=self._spec.vocab_size)
+        schedule = LayerSchedule(self._spec.num_layers, self._config.checkpoint_interval, train=train)
+        tokens = [self.padded_tokens(pack) for pack in packs]
+        hidden_bytes = self._spec.hidden_size * self._dtype.itemsize
+        return cut_sweeps(plan, packs, tokens, bytes_per_token=schedule.num_slots * hidden_bytes)
 
     @torch.no_grad()
     @_on_compute_lane

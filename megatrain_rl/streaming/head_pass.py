@@ -18,7 +18,7 @@ from megatrain_rl.head import Head, HeadStats, chunks
 from megatrain_rl.host.store import WeightStore
 from megatrain_rl.model.decoder import Block, DecoderSpec, norm_weights
 from megatrain_rl.model.template import LayerRunner
-from megatrain_rl.objectives import Objective, TokenStats
+from megatrain_rl.objectives import Objective, TokenStats, checked
 from megatrain_rl.planner import MemoryPlan
 from megatrain_rl.streaming.device_pack import DevicePack
 from megatrain_rl.streaming.hidden import HiddenStates
@@ -141,7 +141,7 @@ class HeadPass:
         if stats.entropy_T is not None:
             stats.entropy_T.requires_grad_()
         with torch.enable_grad():
-            out = objective(stats, dp.pack)
+            out = checked(objective(stats, dp.pack))
             if out.loss.requires_grad:
                 out.loss.backward()
         return HeadResult(

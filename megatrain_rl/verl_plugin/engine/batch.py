@@ -133,6 +133,11 @@ def at_loss_mask(data: TensorDict) -> list[Tensor]:
 
 def _last(length: int, response: Tensor) -> Tensor:
     """bool (length,): `response` at the positions that predict the last len(response) tokens, false elsewhere."""
+    if len(response) >= length:
+        raise ValueError(
+            f"a row has a response of {len(response)} tokens and no prompt: the first token of a response is predicted from the "
+            "prompt's last one; prompts must not be empty (data.prompt_key)"
+        )
     predict = torch.zeros(length, dtype=torch.bool)
     predict[length - len(response) - 1 : length - 1] = response
     return predict

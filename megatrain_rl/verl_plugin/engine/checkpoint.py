@@ -6,8 +6,9 @@ engine.py.
 
 import logging
 import re
-import shutil
 from pathlib import Path
+
+from megatrain_rl import checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +16,11 @@ _STEP = re.compile(r"global_step_(\d+)")
 
 
 def require(local_path: str) -> str:
-    """Return `local_path`, or raise a ValueError if there is no checkpoint."""
+    """Return `local_path`, or raise a ValueError if there is no checkpoint.
+
+    A checkpoint that a crash has left beside its place is put back first.
+    """
+    checkpoint.recover(Path(local_path))
     if not Path(local_path).is_dir():
         raise ValueError(
             f"no checkpoint at {local_path}: set trainer.resume_from_path to a global_step_N folder, "
@@ -24,32 +29,52 @@ def require(local_path: str) -> str:
     return local_path
 
 
+def make_room(local_path: str, keep: int | None) -> list[Path]:
+    """Delete the checkpoints before `local_path`, which is about to be saved, that are too many already.
+
+    The last `keep` of them stay, and the one that VERL would resume from, so that the disk holds `keep` + 1 at most
+    while the next is written. Returns the deleted folders.
+    """
+    return _remove_all_but(local_path, keep, saved=False)
+
+
 def remove_oldest(local_path: str, keep: int | None) -> list[Path]:
     """Delete all but the last `keep` checkpoints up to `local_path`, which was just saved. Returns the deleted folders.
 
-    Checkpoints are ordered by step number. Three kinds of folders are left alone: later steps, since the run may have
-    been resumed from before them; links, and folders of other names; and the step that VERL would resume from, because
-    VERL turns to the new one only after the save.
+    Checkpoints are ordered by step number. Left alone are later steps, since the run may have been resumed from before
+    them; links, and folders that are not ours; and the step that VERL would resume from, because VERL turns to the new
+    one only after the save.
     """
+    return _remove_all_but(local_path, keep, saved=True)
+
+
+def _remove_all_but(local_path: str, keep: int | None, *, saved: bool) -> list[Path]:
     if keep is None or keep <= 0:
         return []
-    saved = Path(local_path).absolute()
-    in_role = _STEP.fullmatch(saved.name) is None
-    step_dir = saved.parent if in_role else saved
+    this = Path(local_path).absolute()
+    in_role = _STEP.fullmatch(this.name) is None
+    step_dir = this.parent if in_role else this
     match = _STEP.fullmatch(step_dir.name)
-    if match is None:
+    if match is None or not step_dir.parent.is_dir():
         return []
     newest, resumable = int(match.group(1)), _resumable_step(step_dir.parent)
-    steps = {}
+    whole, removed = {}, []
     for path in step_dir.parent.iterdir():
         sibling = _STEP.fullmatch(path.name)
-        content = path / saved.name if in_role else path
-        is_link = path.is_symlink() or content.is_symlink()
-        if sibling and int(sibling.group(1)) <= newest and content.is_dir() and not is_link:
-            steps[int(sibling.group(1))] = content
-    removed = [steps[step] for step in sorted(steps)[:-keep] if step != resumable]
+        step = int(sibling.group(1)) if sibling else newest + 1
+        if step > newest or path.is_symlink() or (step == newest and not saved):
+            continue
+        content = path / this.name if in_role else path
+        if checkpoint.is_complete(content):
+            whole[step] = content
+        elif step < newest and checkpoint.is_ours(content):
+            removed.append(content)  # begun and never finished: no step can be resumed from it
+        unfinished = content.with_name(content.name + ".tmp")
+        if step < newest and checkpoint.is_ours(unfinished):
+            removed.append(unfinished)
+    removed += [whole[step] for step in sorted(whole)[:-keep] if step != resumable]
     for path in removed:
-        shutil.rmtree(path)
+        checkpoint.remove(path)
         logger.info("removed checkpoint %s (max_ckpt_to_keep=%d)", path, keep)
     return removed
 

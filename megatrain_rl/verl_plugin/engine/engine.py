@@ -312,7 +312,9 @@ class MegaTrainEngine(BaseEngine):
     ) -> None:
         if hdfs_path is not None:
             raise ValueError(f"trainer.default_hdfs_dir ({hdfs_path}): set it to null, copy trainer.default_local_dir")
-        self.trainer.save_checkpoint(local_path)
+        checkpoint.make_room(local_path, max_ckpt_to_keep)
+        model = self.model_config
+        self.trainer.save_checkpoint(local_path, tokenizer=model.tokenizer, generation_config=model.generation_config)
         checkpoint.remove_oldest(local_path, max_ckpt_to_keep)
 
     def load_checkpoint(

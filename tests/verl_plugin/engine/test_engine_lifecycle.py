@@ -4,7 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from verl_cases import assert_same_weights, make_engine, optimizer_config, policy_loss, rl_rows, v1_batch, weights
+from verl_cases import (
+    assert_same_weights,
+    make_engine,
+    optimizer_config,
+    policy_loss,
+    rl_rows,
+    save_tiny_model,
+    v1_batch,
+    weights,
+)
 
 from megatrain_rl.verl_plugin.engine import checkpoint
 from megatrain_rl.verl_plugin.engine.weight_sync import stream_weights
@@ -135,17 +144,107 @@ def test_checkpoint_is_a_hf_model(tiny_model, tmp_path):
     assert len(AutoTokenizer.from_pretrained(folder)) > 0
 
 
+def test_a_checkpoint_has_the_tokenizer_and_template_that_were_used(tiny_model, tmp_path):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    other = save_tiny_model(str(tmp_path / "other"))
+    used = AutoTokenizer.from_pretrained(other)
+    used.add_tokens(["<think>"])
+    used.save_pretrained(other)
+    engine = make_engine(tiny_model, model_settings={"tokenizer_path": other, "custom_chat_template": template})
+    engine.save_checkpoint(local_path=str(tmp_path / "global_step_1"), global_step=1)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "global_step_1" / "huggingface")
+    assert saved.apply_chat_template([{"role": "user", "content": "one"}], tokenize=False) == "<user>one"
+    assert saved("<think>").input_ids == used("<think>").input_ids and len(saved("<think>").input_ids) == 1
+    assert GenerationConfig.from_pretrained(tmp_path / "global_step_1" / "huggingface")
+
+
 def test_missing_checkpoint_is_one_clear_error(tiny_model, tmp_path):
     with pytest.raises(ValueError, match=r"global_step_7.*trainer\.resume_mode"):
         make_engine(tiny_model).load_checkpoint(str(tmp_path / "global_step_7"))
 
 
+def whole(folder) -> None:
+    """A folder that looks like a checkpoint of ours."""
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text('{"format": 2}')
+
+
+def begun(folder) -> None:
+    """A folder as a crash leaves it."""
+    folder.mkdir(parents=True)
+    (folder / ".megatrain_checkpoint").touch()
+
+
+def steps_left(root, role) -> list[int]:
+    return sorted(
+        int(path.name.split("_")[-1]) for path in root.iterdir() if (path / role / "trainer_state.json").is_file()
+    )
+
+
+@pytest.mark.parametrize("role", ["", "actor"])
+def test_the_disk_holds_one_checkpoint_more_than_is_kept(tmp_path, role):
+    """Before a save all but the last `keep` and the one to resume from go; what is no checkpoint does not count."""
+    for step in (1, 2, 3):
+        whole(tmp_path / f"global_step_{step}" / role)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("3")
+    (tmp_path / "global_step_4" / role).mkdir(parents=True)
+    begun(tmp_path / "global_step_2" / "actor.tmp" if role else tmp_path / "global_step_2.tmp")
+    begun(tmp_path / "global_step_0" / role)
+    checkpoint.make_room(str(tmp_path / "global_step_5" / role), keep=1)
+    assert steps_left(tmp_path, role) == [3]
+    assert (
+        not list(tmp_path.rglob("*.tmp")) and not (tmp_path / "global_step_0" / role / ".megatrain_checkpoint").exists()
+    )
+    whole(tmp_path / "global_step_5" / role)
+    checkpoint.remove_oldest(str(tmp_path / "global_step_5" / role), keep=1)
+    assert steps_left(tmp_path, role) == [3, 5], "VERL still resumes from 3"
+    tracker.write_text("5")
+    checkpoint.make_room(str(tmp_path / "global_step_6" / role), keep=1)
+    assert steps_left(tmp_path, role) == [5]
+
+
+@pytest.mark.parametrize("role", ["", "actor"])
+def test_saving_a_step_again_removes_only_what_is_too_much(tmp_path, role):
+    for step in (1, 2, 3):
+        whole(tmp_path / f"global_step_{step}" / role)
+    checkpoint.make_room(str(tmp_path / "global_step_3" / role), keep=1)
+    assert steps_left(tmp_path, role) == [2, 3]
+    checkpoint.make_room(str(tmp_path / "global_step_3" / role), keep=None)
+    assert steps_left(tmp_path, role) == [2, 3]
+
+
+@pytest.mark.parametrize("role", ["", "actor"])
+def test_pruning_leaves_foreign_folders(tmp_path, role):
+    for step in (1, 2, 3):
+        (tmp_path / f"global_step_{step}" / role).mkdir(parents=True)
+        (tmp_path / f"global_step_{step}" / role / "thesis.tex").write_text("text")
+    whole(tmp_path / "global_step_4" / role)
+    checkpoint.make_room(str(tmp_path / "global_step_5" / role), keep=1)
+    checkpoint.remove_oldest(str(tmp_path / "global_step_4" / role), keep=1)
+    assert len(list(tmp_path.rglob("thesis.tex"))) == 3 and steps_left(tmp_path, role) == [4]
+
+
+@pytest.mark.parametrize("role", ["", "actor"])
+def test_what_a_crash_left_beside_its_place_can_be_resumed(tiny_model, tmp_path, role):
+    engine = make_engine(tiny_model)
+    train(engine, 0)
+    place = tmp_path / "global_step_1" / role
+    engine.save_checkpoint(local_path=str(place), global_step=1)
+    place.rename(place.with_name(place.name + ".old"))
+    resumed = make_engine(tiny_model)
+    resumed.load_checkpoint(str(place))
+    assert_same_weights(weights(resumed), weights(engine), atol=0)
+
+
 @pytest.mark.parametrize("role", ["", "actor"])
 def test_oldest_checkpoints_go_by_number(tmp_path, role):
     for step in (2, 9, 10, 30):
-        (tmp_path / f"global_step_{step}" / role / "huggingface").mkdir(parents=True)
+        whole(tmp_path / f"global_step_{step}" / role)
     checkpoint.remove_oldest(str(tmp_path / "global_step_10" / role), keep=2)
-    left = sorted(path.name for path in tmp_path.iterdir() if (path / role / "huggingface").is_dir())
+    left = sorted(path.name for path in tmp_path.iterdir() if (path / role / "trainer_state.json").is_file())
     assert left == ["global_step_10", "global_step_30", "global_step_9"]
     assert checkpoint.remove_oldest(str(tmp_path / "global_step_10" / role), keep=None) == []
 
@@ -173,7 +272,7 @@ def test_threads_are_set_on_purpose(tiny_model):
 def test_pruning_keeps_what_verl_would_resume_from(tmp_path):
     """VERL's tracker names step 9 until step 10 is complete: without 9, a crash now would leave nothing to resume."""
     for step in (8, 9, 10):
-        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+        whole(tmp_path / f"global_step_{step}" / "actor")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
     checkpoint.remove_oldest(str(tmp_path / "global_step_10" / "actor"), keep=1)
     assert [(tmp_path / f"global_step_{step}" / "actor").is_dir() for step in (8, 9, 10)] == [False, True, True]
@@ -182,13 +281,13 @@ def test_pruning_keeps_what_verl_would_resume_from(tmp_path):
 @pytest.mark.parametrize("role", ["", "actor"])
 def test_pruning_touches_no_other_names_and_no_links(tmp_path, role):
     elsewhere = tmp_path / "other_run" / "global_step_1"
-    (elsewhere / role).mkdir(parents=True)
+    whole(elsewhere / role)
     root = tmp_path / "run"
     for name in ("best_global_step_1", "global_step_2", "global_step_3"):
-        (root / name / role).mkdir(parents=True)
+        whole(root / name / role)
     (root / "global_step_1").symlink_to(elsewhere)
     checkpoint.remove_oldest(str(root / "global_step_3" / role), keep=1)
-    assert (elsewhere / role).is_dir() and (root / "best_global_step_1" / role).is_dir()
+    assert (elsewhere / role / "trainer_state.json").is_file() and (root / "best_global_step_1" / role).is_dir()
     assert not (root / "global_step_2" / "actor").exists() and (root / "global_step_3" / role).is_dir()
 
 

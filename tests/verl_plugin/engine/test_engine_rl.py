@@ -148,6 +148,14 @@ def test_training_returns_model_output_only_on_request(tiny_model):
     assert set(output) == {"log_probs"}
 
 
+def test_a_row_without_a_prompt_is_refused(tiny_model):
+    """Its first response token would be predicted from nothing."""
+    rows = rl_rows()
+    rows[2]["prompts"] = rows[2]["prompts"][:0]
+    with pytest.raises(ValueError, match=r"no prompt.*data\.prompt_key"):
+        make_engine(tiny_model).infer_batch(v1_batch(rows))
+
+
 def test_padded_input_ids_and_groups_are_refused(tiny_model):
     engine = make_engine(tiny_model)
     data = v1_batch(rl_rows())
