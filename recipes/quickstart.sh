@@ -110,9 +110,14 @@ evaluate() {
     "$RUN_PYTHON" "$HERE/evaluate.py" "$1" "$OUT/data/held_out.parquet" "$2" "$SEED"
 }
 
+# One process needs no torchrun, whose store listens on every interface: these variables are what it would set, and a
+# file in the place of the store.
 warm_up() {
+  rm -f "$OUT/sft.store"
   stage "SFT warm-up" "$SFT_STEPS" sft \
-    "$RUN_PYTHON" -m torch.distributed.run --standalone --nproc_per_node=1 -m verl.trainer.sft_trainer \
+    env RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 GLOO_SOCKET_IFNAME=lo \
+    DIST_INIT_METHOD="file://$OUT/sft.store?rank=0&world_size=1" \
+    "$RUN_PYTHON" -m verl.trainer.sft_trainer \
     engine=megatrain optim=megatrain engine.param_dtype=$DTYPE engine.grad_dtype=float32 \
     model.path="$OUT/data/model" model.use_remove_padding=false \
     data.train_files="$OUT/data/sft.parquet" data.val_files=null data.max_length=64 data.num_workers=0 \

@@ -147,7 +147,7 @@ def one_pack_a_sweep(trainer: StreamTrainer) -> None:
     slots = LayerSchedule(LAYERS, trainer.config.checkpoint_interval, train=True).num_slots
     one = slots * max(p.num_tokens for p in PACKS) * 64 * size
     trainer.plan = dataclasses.replace(trainer.plan, host_limit_bytes=trainer.plan.host_bytes + one)
-    assert len(trainer._sweeps(PACKS, train=True)) == len(PACKS) >= 3
+    assert len(trainer._executor.sweeps(PACKS, trainer.plan, train=True)) == len(PACKS) >= 3
 
 
 def step(trainer, objective=None, *, accumulate=False):

@@ -16,8 +16,10 @@ from verl_patches import (
     engine_memory_cap,
     hydra_overrides,
     log_prob_gap,
+    loopback_stores,
     no_detokenization,
     process_group_cpu,
+    ray_start,
     tracking_monitor,
     trainer_mode,
     transfer_queue_start,
@@ -29,7 +31,9 @@ from verl_patches import (
 Hook = Callable[[ModuleType], None]
 
 PATCHES = (
+    ray_start,
     process_group_cpu,
+    loopback_stores,
     weight_transfer_timeout,
     weight_transfer_socket,
     no_detokenization,

@@ -14,6 +14,7 @@ TRAINERS = {"sync": "megatrain_sync", "colocate_async": "megatrain_colocate_asyn
 # `rollout.custom` is VERL's place for settings that it does not know; this key in it marks a rollout of ours.
 _ROLLOUT_KEY = "megatrain_rl"
 
+_driver_lives_here = False
 _engine_lives_here = False
 _trainer_lives_here = False
 
@@ -72,6 +73,17 @@ def note_engine() -> None:
 def engine_lives_here() -> bool:
     """Whether an engine of ours was built in this process."""
     return _engine_lives_here
+
+
+def note_driver() -> None:
+    """Remember that this process is the driver of a run of ours."""
+    global _driver_lives_here
+    _driver_lives_here = True
+
+
+def driver_lives_here() -> bool:
+    """Whether this process is the driver of a run of ours: it has prepared the run, and starts Ray next."""
+    return _driver_lives_here
 
 
 def note_trainer() -> None:

@@ -56,7 +56,18 @@ def mutable_fields() -> object:
     return isinstance(OptimizerConfig._mutable_fields, set)
 
 
+def switch_for_clusters() -> object:
+    """The address of this node follows it, and so do the servers of Ray's processes."""
+    from ray._private import ray_constants, services
+
+    source = inspect.getsource(services.get_node_ip_address)
+    return (
+        isinstance(ray_constants.ENABLE_RAY_CLUSTER, bool) and "ENABLE_RAY_CLUSTER" in source and "127.0.0.1" in source
+    )
+
+
 CHECKS = {
+    "ray._private.ray_constants.ENABLE_RAY_CLUSTER": switch_for_clusters,
     "PretrainedConfig._attn_implementation": attention_implementation,
     "DictConfig._get_root": root_of_a_node,
     "ModuleSpec._initializing": being_imported,

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import listeners
 import pandas as pd
 import pytest
 from verl_cases import save_tiny_model
@@ -143,8 +144,10 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
     knobs = "actor_rollout_ref.actor.megatrain"
     fp32 = [f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32", "actor_rollout_ref.rollout.dtype=float32"]
     common = ["model_engine=megatrain", *fp32]
-    first = grpo(workspace, "first", *common, "trainer.total_training_steps=2", "trainer.save_freq=2", device=device)
-    first = first.finish()
+    two_steps = ["trainer.total_training_steps=2", "trainer.save_freq=2"]
+    with listeners.watched() as (environment, sockets):
+        first = grpo(workspace, "first", *common, *two_steps, device=device, **environment).finish()
+    assert len(sockets) > 5 and not [socket for socket in sockets if not socket.loopback]
     more = ["trainer.total_training_steps=3", "trainer.save_freq=-1"]
     resumed = grpo(workspace, "resumed", *common, *more, device=device).finish()
     assert sorted(first) == [1, 2] and sorted(resumed) == [3]

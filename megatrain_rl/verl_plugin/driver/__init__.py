@@ -3,5 +3,6 @@
 - prepare.py refuses a run or fills in its settings; it calls the others.
 - inputs.py checks data, loggers, context and disk.
 - gpu_share.py divides the card between the trainer and the rollout engine.
+- environment.py sets what Ray, torch and vLLM read from the environment: who may connect, and how long Ray waits.
 - hydra_groups.py adds our config groups to Hydra and names a misspelt knob's nearest neighbour.
 """

@@ -5,25 +5,15 @@ goes on with.
 """
 
 import logging
-import os
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from megatrain_rl.verl_plugin import startup_times, supported
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
-from megatrain_rl.verl_plugin.driver import gpu_share, inputs
+from megatrain_rl.verl_plugin.driver import environment, gpu_share, inputs
 from verl_patches import ours, weight_transfer_timeout
 
 log = logging.getLogger(__name__)
-
-# Variables that a Ray cluster reads when this process starts it.
-_RAY_ENVIRONMENT = {
-    # Host RAM is filled on purpose, up to the planned reserve. With more than 95 % in use Ray would kill a process.
-    "RAY_memory_monitor_refresh_ms": "0",
-    # Ray would start an idle Python process per core, 80 MB each. A run of VERL cannot use them: its workers have an
-    # environment of their own.
-    "RAY_prestart_worker_first_driver": "0",
-}
 
 
 def prepare(config: DictConfig) -> None:
@@ -75,8 +65,7 @@ def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
                 mode,
             )
     startup_times.note_start()
-    for name, value in _RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    environment.fill_in(config)
 
 
 def mark_reference(config: DictConfig) -> None:

@@ -6,15 +6,15 @@ import pytest
 from omegaconf import OmegaConf
 from verl_cases import DP, OURS, RUN, composed, validate
 
-from megatrain_rl.verl_plugin.driver import prepare
+from megatrain_rl.verl_plugin.driver import environment, prepare
 from verl_patches import ours
 
 READY = (*RUN, "data.train_batch_size=256", "trainer.logger=[console]")
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    for name in prepare._RAY_ENVIRONMENT:
+def clean_environment(monkeypatch):
+    for name in (*environment._ENVIRONMENT, *environment._LOOPBACK):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("MEGATRAIN_RL_STARTED", "")
 
