@@ -3,7 +3,11 @@
 The oracle is a plain HF model with autograd and torch's AdamW.
 """
 
+import atexit
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +30,30 @@ RUN = [
 
 
 def composed(*overrides: str, name: str = "ppo_trainer"):
-    """VERL's config with these overrides, as Hydra composes it in the driver."""
+    """VERL's config with these overrides, as Hydra composes it in the driver. Data files are there unless named."""
     import verl  # noqa: F401  (loads the plug-in)
     from hydra import compose, initialize_config_module
 
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(name, overrides=list(overrides))
+        data = [f"data.{split}_files={data_file()}" for split in ("train", "val")] if name == "ppo_trainer" else []
+        return compose(name, overrides=[*data, *overrides])
+
+
+@functools.cache
+def data_file() -> str:
+    """A file with as many prompts as VERL's default batch."""
+    path = Path(tempfile.mkdtemp(prefix="megatrain-tests-")) / "prompts.parquet"
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    write_prompts(path, 1024)
+    return str(path)
+
+
+def write_prompts(path: Path, rows: int, prompt: Any = None) -> None:
+    """prompt: takes the place of a conversation of one message in every row."""
+    import pandas as pd
+
+    prompt = prompt or [{"role": "user", "content": "say one"}]
+    pd.DataFrame([{"data_source": "digits", "prompt": prompt}] * rows).to_parquet(path)
 
 
 def validate(*overrides: str):

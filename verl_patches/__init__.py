@@ -13,6 +13,7 @@ from typing import Any
 
 from verl_patches import (
     before_ray,
+    before_sft,
     engine_memory_cap,
     hydra_overrides,
     log_prob_gap,
@@ -20,6 +21,7 @@ from verl_patches import (
     no_detokenization,
     process_group_cpu,
     ray_start,
+    resumed_epoch,
     tracking_monitor,
     trainer_mode,
     transfer_queue_start,
@@ -40,6 +42,7 @@ PATCHES = (
     engine_memory_cap,
     transfer_queue_start,
     trainer_mode,
+    resumed_epoch,
 )
 
 
@@ -47,6 +50,7 @@ def install(
     on_import: Callable[[str, Hook], None],
     *,
     prepare: Callable[[Any], None],
+    prepare_sft: Callable[[Any], None],
     check_overrides: Callable[[list[str]], None],
     attach_monitor: Callable[[Any, dict[str, Any]], object],
     compare_log_probs: Callable[[Any], dict[str, float]],
@@ -55,8 +59,8 @@ def install(
     """Have every patch applied when its module is imported.
 
     on_import: registers a hook for a module's import (post_import.py).
-    prepare, check_overrides, attach_monitor, compare_log_probs: see before_ray.py, hydra_overrides.py,
-        tracking_monitor.py and log_prob_gap.py.
+    prepare, prepare_sft, check_overrides, attach_monitor, compare_log_probs: see before_ray.py, before_sft.py,
+        hydra_overrides.py, tracking_monitor.py and log_prob_gap.py.
     found: versions that take the place of the installed ones.
     """
     for patch in PATCHES:
@@ -65,6 +69,7 @@ def install(
                 on_import(module, apply)
     called: list[tuple[ModuleType, Callable[..., Any]]] = [
         (before_ray, prepare),
+        (before_sft, prepare_sft),
         (hydra_overrides, check_overrides),
         (tracking_monitor, attach_monitor),
         (log_prob_gap, compare_log_probs),

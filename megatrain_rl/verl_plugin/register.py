@@ -36,6 +36,7 @@ def install() -> None:
         verl_patches.install(
             on_import,
             prepare=_prepare,
+            prepare_sft=_prepare_sft,
             check_overrides=_check_overrides,
             attach_monitor=_attach_monitor,
             compare_log_probs=_compare_log_probs,
@@ -96,6 +97,12 @@ def _prepare(config: Any) -> None:
     from megatrain_rl.verl_plugin.driver import prepare
 
     prepare.prepare(config)
+
+
+def _prepare_sft(config: Any) -> None:
+    from megatrain_rl.verl_plugin.driver import prepare
+
+    prepare.prepare_sft(config)
 
 
 def _check_overrides(overrides: list[str]) -> None:

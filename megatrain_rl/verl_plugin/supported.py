@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import EngineConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig
 
+from megatrain_rl.verl_plugin import settings
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
 from verl_patches.ours import STRATEGY, our_roles
 
@@ -43,6 +44,7 @@ def check_run(config: DictConfig) -> None:
         value = OmegaConf.select(config, setting)
         _refuse(value is not None and value != supported, setting, value, instead)
     _check_adapter(config.actor_rollout_ref.model.lora_adapter_path, "actor_rollout_ref.model.")
+    _check_parts(config, ours)
     _check_reference(config)
     _check_order_of_a_run(config)
 
@@ -62,6 +64,19 @@ _UNSUPPORTED = {
     "actor_rollout_ref.actor.checkpoint.async_save": (False, "set it to false, checkpoints are written at once"),
     "trainer.default_hdfs_dir": (None, "set it to null and copy trainer.default_local_dir"),
 }
+
+
+def _check_parts(config: DictConfig, ours: set[str]) -> None:
+    roles = "actor_rollout_ref"
+    parts = {f"{roles}.model": settings.MODEL}
+    if "actor" in ours:
+        parts |= {f"{roles}.actor": settings.ACTOR, f"{roles}.actor.checkpoint": settings.CHECKPOINT}
+    for role in ours & {"actor", "ref"}:
+        parts[f"{roles}.{role}.fsdp_config"] = settings.ENGINE
+    for path, part in parts.items():
+        given = OmegaConf.select(config, path)
+        if given is not None:
+            settings.check(part, given, f"{path}.")
 
 
 def _check_knobs_are_ours(config: DictConfig) -> None:
@@ -134,6 +149,7 @@ def check_engine(
         size = engine.ulysses_sequence_parallel_size
         _refuse(size > 1, "ulysses_sequence_parallel_size", size, "set it to 1")
         _refuse(engine.qat.enable, "qat.enable", True, "set it to false")
+        settings.check(settings.ENGINE, engine, "engine.")
     if isinstance(optim, FSDPOptimizerConfig):
         name = f"{optim.optimizer_impl}.{optim.optimizer}"
         adamw = "torch.optim.AdamW"

@@ -13,7 +13,7 @@ def asked(verl: str, **found: str) -> dict[str, Callable]:
     modules: dict[str, Callable] = {}
     verl_patches.install(
         modules.__setitem__,
-        prepare=unexpected, check_overrides=unexpected, attach_monitor=unexpected, compare_log_probs=unexpected,
+        prepare=unexpected, prepare_sft=unexpected, check_overrides=unexpected, attach_monitor=unexpected, compare_log_probs=unexpected,
         found={"verl": verl} | found,
     )  # fmt: skip
     return modules

@@ -54,7 +54,7 @@ def addresses(**environment: str) -> str:
 
 def test_defect_is_still_there():
     assert "'::'" in addresses() or "'0.0.0.0'" in addresses()
-    source = inspect.getsource(verls.initialize_global_process_group_ray.__wrapped__)
+    source = inspect.getsource(inspect.unwrap(verls.initialize_global_process_group_ray))
     assert 'init_method=os.environ.get("DIST_INIT_METHOD", None)' in source
 
 

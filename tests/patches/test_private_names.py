@@ -61,9 +61,7 @@ def switch_for_clusters() -> object:
     from ray._private import ray_constants, services
 
     source = inspect.getsource(services.get_node_ip_address)
-    return (
-        isinstance(ray_constants.ENABLE_RAY_CLUSTER, bool) and "ENABLE_RAY_CLUSTER" in source and "127.0.0.1" in source
-    )
+    return isinstance(ray_constants.ENABLE_RAY_CLUSTER, bool) and "if not ray_constants.ENABLE_RAY_CLUSTER" in source
 
 
 CHECKS = {

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from verl_cases import write_prompts
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GB = 10**9
@@ -22,7 +23,7 @@ def inputs(tmp_path) -> dict[str, str]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for split in ("train", "test"):
-        (tmp_path / f"{split}.parquet").write_text("")
+        write_prompts(tmp_path / f"{split}.parquet", 64)
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\nprintf "%s\\n" "$@" > "$0.asked"\n')
     python.chmod(0o755)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from megatrain_rl.verl_plugin import startup_times, supported
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
-from megatrain_rl.verl_plugin.driver import environment, gpu_share, inputs
+from megatrain_rl.verl_plugin.driver import algorithm, environment, files, gpu_share, inputs
 from verl_patches import ours, weight_transfer_timeout
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,13 @@ def refuse(config: DictConfig) -> gpu_share.Card | None:
     supported.check_run(config)
     if ours.our_roles(config).isdisjoint({"actor", "ref"}):
         return None
+    algorithm.check_algorithm(config)
+    files.check_data(config)
+    files.check_truncation(config)
+    files.check_reward(config)
+    files.check_output(config)
+    if ours.is_ours(config):
+        files.check_resumable(config, role="actor")
     inputs.check_context(config)
     inputs.check_mini_batch(config)
     inputs.check_loggers(config)
@@ -45,6 +52,8 @@ def refuse(config: DictConfig) -> gpu_share.Card | None:
 def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
     """Set what follows from other settings, and mark the run as ours. Nothing is refused."""
     rollout = config.actor_rollout_ref.rollout
+    files.expand_home(config)
+    _settle_the_end(config)
     with open_dict(rollout):
         rollout.max_model_len = inputs.context(config)
         rollout.gpu_memory_utilization = gpu_share.engine_fraction(config, card)
@@ -66,6 +75,30 @@ def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
             )
     startup_times.note_start()
     environment.fill_in(config)
+
+
+def prepare_sft(config: DictConfig) -> None:
+    """The same for an SFT run of ours, in the process that trains: it is refused, or its settings are filled in."""
+    files.check_sft_data(config)
+    files.check_output(config)
+    files.check_resumable(config, role="")
+    files.expand_home(config)
+    _settle_the_end(config)
+
+
+def _settle_the_end(config: DictConfig) -> None:
+    """Fill in the epochs that `trainer.total_training_steps` needs, and the checkpoint to go on from.
+
+    VERL ends with its epochs, without the rest of the steps and without saving the last, which is saved at the step
+    `total_training_steps` only. With as many epochs as steps it ends there.
+    """
+    trainer, steps = config.trainer, config.trainer.total_training_steps
+    with open_dict(trainer):
+        if steps is not None:
+            trainer.total_epochs = max(trainer.total_epochs, steps)
+        named = files.resume_path(config)
+        if named is not None:
+            trainer.resume_from_path = named
 
 
 def mark_reference(config: DictConfig) -> None:

@@ -1,0 +1,249 @@
+"""The files that a run reads, and the checkpoint that it goes on from, are looked at in the driver.
+
+Only local paths are looked at: a path with a scheme (hdfs://, s3://) is VERL's to fetch. Called by prepare.py.
+"""
+
+import ast
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from megatrain_rl import checkpoint
+
+_ROWS_LOOKED_AT = 64
+_BATCH = "data.train_batch_size"
+_RESUME = "trainer.resume_from_path"
+_REWARD = "reward.custom_reward_function"
+
+
+def check_data(config: DictConfig) -> None:
+    """Raise a ValueError for data that is not there, is too little for a batch, or holds no conversations."""
+    data = config.data
+    for split in ("train", "val"):
+        setting = f"data.{split}_files"
+        if not data.get(f"{split}_files"):
+            raise ValueError(
+                f"{setting} is not set: VERL reads both files, set {setting} (validation may use train_files too)"
+            )
+    for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
+        if data[name] is not None and not (isinstance(data[name], int) and data[name] > 0):
+            raise ValueError(f"data.{name}={data[name]}: must be a whole number above 0")
+    if OmegaConf.select(config, "data.custom_cls.path"):
+        return  # the user's own class reads the files
+    rows = {split: _check_files(data, f"{split}_files") for split in ("train", "val")}
+    limit = data.get("train_max_samples", -1)
+    train = rows["train"]
+    if train is None:
+        return
+    train = min(train, limit) if limit and limit > 0 else train
+    if train < data.train_batch_size:
+        raise ValueError(
+            f"{_BATCH}={data.train_batch_size} is more than the {train} rows of data.train_files: a step would have no "
+            f"whole batch; lower {_BATCH} or add data"
+        )
+
+
+def _check_files(data: DictConfig, name: str) -> int | None:
+    """The number of rows, or None if a file is not local."""
+    given = data[name]
+    total: int | None = 0
+    for text in given if isinstance(given, ListConfig | list) else [given]:
+        path = local(str(text))
+        if path is None:
+            total = None
+            continue
+        if not path.is_file():
+            raise ValueError(f"data.{name}: there is no file {path}")
+        rows = _read(path, f"data.{name}")
+        first = list(rows.first)
+        if not first:
+            raise ValueError(f"data.{name}: {path} has no rows")
+        for number, row in enumerate(first):
+            _check_prompt(row, number, path, data)
+        total = None if total is None else total + rows.count
+    return total
+
+
+def check_sft_data(config: DictConfig) -> None:
+    """Raise a ValueError for files of an SFT run that are not there, or have fewer rows than a batch."""
+    data = config.data
+    if OmegaConf.select(config, "data.custom_cls.path"):
+        return
+    for name in ("train_files", "val_files"):
+        given = data.get(name)
+        for text in given if isinstance(given, ListConfig | list) else [given]:
+            path = local(str(text)) if text else None
+            if path is not None and not path.is_file():
+                raise ValueError(f"data.{name}: there is no file {path}")
+    if not data.get("train_files"):
+        raise ValueError("data.train_files is not set")
+
+
+class _Rows:
+    """The first rows of a file, and how many there are."""
+
+    def __init__(self, first: list[dict[str, Any]], count: int):
+        self.first, self.count = first, count
+
+
+def _read(path: Path, setting: str) -> _Rows:
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as parquet
+
+            with parquet.ParquetFile(path) as file:
+                batches = file.iter_batches(batch_size=_ROWS_LOOKED_AT)
+                first = next(batches, None)
+                return _Rows([] if first is None else first.to_pylist(), file.metadata.num_rows)
+        if path.suffix in (".json", ".jsonl"):
+            rows = list(_json_rows(path))
+            return _Rows(rows[:_ROWS_LOOKED_AT], len(rows))
+    except Exception as error:  # pyarrow's own errors have no common class
+        raise ValueError(f"{setting}: {path} cannot be read: {error}") from error
+    raise ValueError(f"{setting}: {path} is neither .parquet nor .json or .jsonl, which VERL reads")
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    text = path.read_text()
+    if text.lstrip().startswith("["):
+        yield from json.loads(text)
+    else:
+        yield from (json.loads(line) for line in text.splitlines() if line.strip())
+
+
+def _check_prompt(row: dict[str, Any], number: int, path: Path, data: DictConfig) -> None:
+    key = data.prompt_key
+    if key not in row:
+        raise ValueError(f"data.prompt_key={key}: {path} has no such column; it has {', '.join(row)}")
+    prompt = row[key]
+    messages = (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
+    )
+    if not messages:
+        kind = "text" if isinstance(prompt, str) else f"{type(prompt).__name__} {prompt!r}"[:80]
+        raise ValueError(
+            f"data.prompt_key={key}: row {number} of {path} has {kind} where a conversation is needed, a list of messages with "
+            '"role" and "content"; VERL would train without the question'
+        )
+    if not any(m["content"] for m in prompt):
+        raise ValueError(f"data.prompt_key={key}: row {number} of {path} has no content in any message")
+
+
+def check_truncation(config: DictConfig) -> None:
+    """Raise a ValueError for a way of truncating that VERL's rollouts do not honour: they cut prompts on the left."""
+    data = config.data
+    if data.truncation in ("right", "middle") and not data.filter_overlong_prompts:
+        raise ValueError(
+            f"data.truncation={data.truncation}: rollouts cut a long prompt on the left whatever it says; set "
+            "data.filter_overlong_prompts=true to leave such prompts out, or data.truncation=left"
+        )
+
+
+def check_reward(config: DictConfig) -> None:
+    """Raise a ValueError if the file of the user's reward function is not there, or has no such function."""
+    given = OmegaConf.select(config, _REWARD) or {}
+    text, name = given.get("path"), given.get("name")
+    path = local(text) if text else None
+    name = str(name)
+    if path is None or str(text).startswith("pkg://"):
+        return
+    if not path.is_file():
+        raise ValueError(f"{_REWARD}.path: there is no file {path}")
+    try:
+        tree = ast.parse(path.read_text())
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{_REWARD}.path: {path} is no Python file: {error}") from error
+    named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    other = any(
+        not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Expr) for node in tree.body
+    )
+    if name not in named and not (other and name in path.read_text()):  # it may be assigned or imported
+        raise ValueError(
+            f"{_REWARD}.name={name}: {path} has no such function; it has {', '.join(sorted(named)) or 'none'}"
+        )
+
+
+def resume_path(config: DictConfig) -> str | None:
+    """`trainer.resume_from_path` as VERL needs it, or a ValueError. None if the run does not resume from a path.
+
+    VERL reads the step from the end of the path, and takes it as it stands.
+    """
+    mode, given = config.trainer.resume_mode, config.trainer.resume_from_path
+    if mode not in ("disable", "auto", "resume_path"):
+        raise ValueError(f"trainer.resume_mode={mode}: must be auto, disable or resume_path")
+    if mode != "resume_path":
+        return None
+    if not isinstance(given, str) or not given:
+        raise ValueError(f"trainer.resume_mode=resume_path needs {_RESUME}, a folder global_step_N")
+    path = Path(os.path.expanduser(given))
+    if not path.name.startswith("global_step_") or not path.name.removeprefix("global_step_").isdigit():
+        parent = path.parent if path.parent.name.startswith("global_step_") else None
+        instead = f"; did you mean {parent}?" if parent else ""
+        raise ValueError(f"{_RESUME}={given}: must end in global_step_N{instead}")
+    return str(path.absolute())
+
+
+def check_resumable(config: DictConfig, role: str) -> None:
+    """Raise a ValueError if the checkpoint that the run would go on from is not there, or is none of ours.
+
+    role: the folder of the trainer's state in a step's folder, "" in SFT.
+    """
+    named = resume_path(config)
+    folder = Path(named) if named else _latest(config)
+    if folder is None:
+        return
+    where = (
+        f"{_RESUME}={folder}"
+        if named
+        else f"trainer.default_local_dir has {folder.name}, which trainer.resume_mode=auto goes on from, and it"
+    )
+    place = folder / role if role else folder
+    beside = place.with_name(f"{place.name}.old")  # where a crash may have left it
+    if not checkpoint.is_complete(place) and not checkpoint.is_complete(beside):
+        what = "is of another engine or not complete" if place.exists() else "is not there"
+        raise ValueError(
+            f"{where} {what}: {place} has no trainer_state.json; set another path, or trainer.resume_mode=disable"
+        )
+
+
+def _latest(config: DictConfig) -> Path | None:
+    if config.trainer.resume_mode != "auto":
+        return None
+    root = Path(str(config.trainer.default_local_dir)).absolute()
+    tracker = root / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return None
+    folder = root / f"global_step_{tracker.read_text().strip()}"
+    return folder if folder.exists() else None  # VERL starts anew where it is gone
+
+
+def check_output(config: DictConfig) -> None:
+    """Raise a ValueError if the folder of checkpoints cannot be one."""
+    given = config.trainer.default_local_dir
+    folder = Path(os.path.expanduser(str(given))).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"trainer.default_local_dir={given}: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"trainer.default_local_dir={given}: {there} cannot be written")
+
+
+def expand_home(config: DictConfig) -> None:
+    """Put the user's home in the place of `~` in the paths that VERL takes as they stand."""
+    for setting in ("trainer.default_local_dir", "data.train_files", "data.val_files"):
+        given = OmegaConf.select(config, setting)
+        if isinstance(given, str) and given.startswith("~"):
+            OmegaConf.update(config, setting, os.path.expanduser(given))
+        elif isinstance(given, ListConfig) and any(str(path).startswith("~") for path in given):
+            OmegaConf.update(config, setting, [os.path.expanduser(str(path)) for path in given])
+
+
+def local(text: str) -> Path | None:
+    """A path on this machine, or None for one that VERL fetches."""
+    return None if "://" in text and not text.startswith("pkg://") else Path(os.path.expanduser(text))
