@@ -99,10 +99,6 @@ def _check_order_of_a_run(config: DictConfig) -> None:
     setting = "actor_rollout_ref.rollout.checkpoint_engine.backend"
     backend = OmegaConf.select(config, setting)
     _refuse(backend == "delta_sharded", setting, backend, "set it to naive")
-    setting = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    loss_mode = OmegaConf.select(config, setting)
-    per_call = "it picks tokens among those of one micro-batch, so the update would depend on how packs are cut"
-    _refuse(loss_mode in ("clip_cov", "kl_cov"), setting, loss_mode, per_call)
 
 
 def _check_adapter(path: str | None, prefix: str) -> None:
