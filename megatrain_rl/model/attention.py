@@ -23,6 +23,10 @@ class _VarlenOptions(TypedDict, total=False):
     enable_gqa: bool
 
 
+# What transformers' layers hand to their attention function beside the named arguments, and what does not change its
+# result here: positions are in the rotary tables already, and there is no cache.
+_HARMLESS = ("position_ids", "cache_position", "use_cache", "past_key_values", "output_attentions")
+
 # torch 2.11's kernel takes fewer key-value heads as they come; later versions want to be told.
 _VARLEN_GQA: _VarlenOptions = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -64,14 +68,22 @@ def packed_attention(
     attention_backend: Backend,
     sliding_window: int | None = None,
     dropout: float = 0.0,
-    **unused,
+    is_causal: bool | None = None,
+    **others,
 ) -> tuple[Tensor, None]:
     """The function that transformers' layers call as their attention; the signature is transformers'.
+
+    A feature that is not here (soft caps, sinks, position biases, attention that is not causal) is a ValueError.
 
     cu_seqlens: int32 (S+1,) on the device. sequence_bounds: the same on the host, read by the SDPA path only (empty for
     the others, so that compiled graphs do not specialise on it).
     """
     assert attention_mask is None and dropout == 0.0
+    unknown = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
+    if unknown:
+        raise ValueError(f"the model's attention wants {', '.join(unknown)}: not supported, choose another model")
+    if is_causal is False or not module.is_causal:
+        raise ValueError("the model's attention is not causal (is_causal=False): not supported, choose another model")
     if attention_backend == "sdpa":
         return _sdpa(query, key, value, scaling, sequence_bounds, sliding_window), None
     query_TND, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -95,7 +95,10 @@ def norm_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
-    """Describe the model of `config`. Unsupported architectures and training-time dropout are a ValueError."""
+    """Describe the model of `config`.
+
+    Unsupported architectures, training-time dropout and parameters that the model's class freezes are a ValueError.
+    """
     family = family_of(config.model_type)
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop"):
         if config.to_dict().get(name):
@@ -107,6 +110,7 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    _check_trainable(model)
     model.train()
     model.config._attn_implementation = ATTENTION_NAME
     model.config.architectures = [type(model).__name__]  # serving engines look a saved checkpoint up by it
@@ -136,6 +140,15 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
         tied=tied,
         padding_idx=embed.padding_idx,
     )
+
+
+def _check_trainable(model: nn.Module) -> None:
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"{type(model).__name__} freezes {frozen[0]} and {len(frozen) - 1} other parameters (requires_grad=False): "
+            "not supported, every parameter is trained"
+        )
 
 
 def _check_rope(config: PretrainedConfig) -> None:

@@ -47,6 +47,7 @@ def check_run(config: DictConfig) -> None:
     _check_parts(config, ours)
     _check_reference(config)
     _check_order_of_a_run(config)
+    _check_bypass_mode(config)
 
 
 # Setting: (the supported value, what to do instead of another one).
@@ -114,10 +115,23 @@ def _check_order_of_a_run(config: DictConfig) -> None:
     setting = "actor_rollout_ref.rollout.checkpoint_engine.backend"
     backend = OmegaConf.select(config, setting)
     _refuse(backend == "delta_sharded", setting, backend, "set it to naive")
-    setting = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    loss_mode = OmegaConf.select(config, setting)
-    per_call = "it picks tokens among those of one micro-batch, so the update would depend on how packs are cut"
-    _refuse(loss_mode in ("clip_cov", "kl_cov"), setting, loss_mode, per_call)
+
+
+def _check_bypass_mode(config: DictConfig) -> None:
+    """Refuse a correction of bypass mode that is set where VERL's actor, which computes it, does not get it."""
+    wanted = OmegaConf.select(config, "algorithm.rollout_correction")
+    if not wanted or not wanted.bypass_mode:
+        return
+    where = "actor_rollout_ref.actor.policy_loss"
+    actor = OmegaConf.select(config, f"{where}.rollout_correction") or {}
+    in_actor = OmegaConf.select(config, f"{where}.loss_mode") == "bypass_mode"
+    # what these settings do without bypass mode's loss: PPO's clipped loss on every token
+    for key, without in {"loss_type": "ppo_clip", "rollout_rs": None}.items():
+        value, got = wanted.get(key, without), actor.get(key, without) if in_actor else without
+        _refuse(
+            value != got, f"algorithm.rollout_correction.{key}", value,
+            f"VERL hands it to no actor, set {where}.loss_mode=bypass_mode and +{where}.rollout_correction to the same",
+        )  # fmt: skip
 
 
 def _check_adapter(path: str | None, prefix: str) -> None:

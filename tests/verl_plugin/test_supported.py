@@ -21,7 +21,6 @@ from verl_cases import DP, OURS, validate
         ("actor_rollout_ref.actor.checkpoint.async_save=true", "checkpoint.async_save=True"),
         ("trainer.v1.trainer_mode=separate_async", "trainer_mode=separate_async"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", "backend=delta_sharded"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "loss_mode=kl_cov"),
     ],
 )
 @pytest.mark.parametrize("selected", [OURS, DP])
@@ -50,6 +49,25 @@ def test_a_reference_of_another_engine_is_refused_on_cuda():
     validate(*mixed)
 
 
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+IN_ACTOR = "actor_rollout_ref.actor.policy_loss"
+
+
+@pytest.mark.parametrize("asked", ["loss_type=reinforce", "rollout_rs=token_k1"])
+@pytest.mark.parametrize("selected", [OURS, DP])
+def test_a_correction_that_does_not_reach_the_actor_is_refused(selected, asked):
+    """VERL's trainer notes it in the driver's config, of which the actor has had its part already."""
+    run = [*selected, BYPASS, f"algorithm.rollout_correction.{asked}"]
+    with pytest.raises(ValueError, match=rf"rollout_correction\.{asked}.*policy_loss\.loss_mode=bypass_mode"):
+        validate(*run)
+    with pytest.raises(ValueError, match=rf"rollout_correction\.{asked}"):
+        validate(*run, f"{IN_ACTOR}.loss_mode=bypass_mode")
+    key, value = asked.split("=")
+    validate(*run, f"{IN_ACTOR}.loss_mode=bypass_mode", f"+{IN_ACTOR}.rollout_correction={{{key}: {value}}}")
+    validate(*selected, BYPASS)
+    validate(BYPASS, f"algorithm.rollout_correction.{asked}")  # another strategy's run
+
+
 def test_ulysses_is_refused_on_dp():
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=2"):
         validate(*DP, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
@@ -62,6 +80,7 @@ def test_other_strategies_are_not_our_business():
 def test_supported_runs_pass():
     assert validate(*OURS).actor_rollout_ref.rollout.free_cache_engine is False
     validate(*DP, "actor_rollout_ref.actor.use_kl_loss=true")
+    validate(*OURS, "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov")
 
 
 @pytest.mark.usefixtures("world")

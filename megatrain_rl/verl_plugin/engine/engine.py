@@ -204,10 +204,11 @@ class MegaTrainEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """Run a whole mini-batch: packs, log-probs, VERL's loss per pack and, unless forward only, gradients.
+        """Run a whole mini-batch: packs, log-probs, VERL's loss and, unless forward only, gradients.
 
-        Returns "loss", a number per pack; "metrics", a list over packs for each; and "model_output", log_probs and
-        perhaps entropy as jagged tensors in row order, empty in training unless the batch asks for it.
+        Returns "loss", numbers whose sum is the mini-batch's; "metrics", those of one call of VERL's loss with the
+        whole mini-batch; and "model_output", log_probs and perhaps entropy as jagged tensors in row order, empty in
+        training unless the batch asks for it.
         """
         entropy = batch.flag(data, "calculate_entropy")
         mini_batch = batch.read(data, predict=predict_mask(data, loss_function))
@@ -215,7 +216,7 @@ class MegaTrainEngine(BaseEngine):
         packs = mini_batch.packs(max_tokens=max_tokens, max_sequences=max_sequences)
         objective = None
         if loss_function is not None:
-            objective = VerlObjective(loss_function, data, self.get_data_parallel_group())
+            objective = VerlObjective(loss_function, data, mini_batch, self.get_data_parallel_group())
         if forward_only:
             output, stats = self._infer(packs, objective, entropy)
         else:
@@ -239,18 +240,23 @@ class MegaTrainEngine(BaseEngine):
         losses: list[float] = []
         metrics: dict[str, Any] = {}
         if objective is not None:
-            for pack_stats, pack in zip(stats, packs, strict=True):
-                result = objective(pack_stats, pack)
-                losses.append(float(result.loss))
-                append_to_dict(metrics, result.metrics)
+            result = objective.whole(stats, packs)
+            losses.append(float(result.loss))
+            append_to_dict(metrics, result.metrics)
         return {"loss": losses, "metrics": metrics}, stats
 
     def _train(self, packs: list[PackedBatch], objective: VerlObjective, entropy: bool):
         assert self._weights == "policy", "the reference is never trained"
-        out = self.trainer.forward_backward(packs, objective, entropy=entropy, final=self._step_follows)
+        step_follows = self._step_follows
+        if objective.separable:
+            out = self.trainer.forward_backward(packs, objective, entropy=entropy, final=step_follows)
+            result = objective.whole(out.stats, packs).metrics if any(out.metrics) else {}
+        else:
+            linearised = objective.linearised(self.trainer.log_probs(packs, entropy=entropy), packs)
+            out = self.trainer.forward_backward(packs, linearised, entropy=entropy, final=step_follows)
+            result = linearised.metrics
         metrics: dict[str, Any] = {}
-        for pack_metrics in out.metrics:
-            append_to_dict(metrics, pack_metrics)
+        append_to_dict(metrics, result)
         return {"loss": list(out.losses), "metrics": metrics}, out.stats
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:

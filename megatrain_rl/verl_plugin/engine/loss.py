@@ -1,12 +1,17 @@
-"""VERL's loss function as this package's `Objective`. It is called unchanged, once per pack, with that pack's rows.
+"""VERL's loss function as this package's `Objective`, so that the update does not depend on how packs are cut.
 
-Two things make VERL's losses independent of how packs are cut: counts of the whole mini-batch (`batch_num_tokens`,
-`global_batch_size`), and one padded width of the responses for all packs, by which `seq-mean-token-sum-norm` divides.
+VERL's function is called unchanged. A separable loss (see separable.py) is called once per pack, with that pack's rows,
+counts of the whole mini-batch (`batch_num_tokens`, `global_batch_size`) and one padded width of the responses, by which
+`seq-mean-token-sum-norm` divides. Any other loss is called once per mini-batch, on log-probs of a forward of its own;
+its gradient by log-probs and entropies is then all that the packs need. Metrics are always those of one call with the
+whole mini-batch: VERL takes means over a micro-batch, and means of packs' means would depend on the cut.
+
 Called by engine.py from one thread, because VERL's loss writes into its actor config.
 """
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -17,12 +22,12 @@ from verl.workers.utils.losses import ppo_loss, sft_loss
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.objectives import ObjectiveOutput, TokenStats
 from megatrain_rl.verl_plugin.engine import batch
+from megatrain_rl.verl_plugin.engine.batch import MiniBatch
+from megatrain_rl.verl_plugin.engine.separable import describe, is_separable, unbound
+
+logger = logging.getLogger(__name__)
 
 LossFunction = Callable[..., tuple[Tensor, dict]]
-
-
-def _function(loss_function: LossFunction | None) -> Callable | None:
-    return loss_function.func if isinstance(loss_function, functools.partial) else loss_function
 
 
 def predict_mask(data: TensorDict, loss_function: LossFunction | None) -> list[Tensor]:
@@ -31,7 +36,7 @@ def predict_mask(data: TensorDict, loss_function: LossFunction | None) -> list[T
     For a loss of VERL's own these are the positions that it counts; without a loss, those that VERL's RL trainers read.
     Another loss function gets every position.
     """
-    function = _function(loss_function)
+    function, _ = unbound(loss_function)
     if function is ppo_loss:
         return batch.at_response_mask(data)
     if function is sft_loss:
@@ -41,18 +46,46 @@ def predict_mask(data: TensorDict, loss_function: LossFunction | None) -> list[T
     return batch.everywhere(data)
 
 
-class VerlObjective:
-    """`loss_function` over the mini-batch `data`. The counts that VERL's losses divide by are written into `data`."""
+@functools.cache  # once, not in every step
+def _tell_of_a_forward_more(loss: str) -> None:
+    logger.warning(
+        "%s: the losses of micro-batches do not add up to the mini-batch's, or are not known to; every update runs one "
+        "more forward, and the loss once on the log-probs of the whole mini-batch",
+        loss,
+    )
 
-    def __init__(self, loss_function: LossFunction, data: TensorDict, group: torch.distributed.ProcessGroup):
+
+class VerlObjective:
+    """`loss_function` over the mini-batch `data`; called as an objective, it is the loss of one pack.
+
+    mini_batch: the rows of `data`. The counts that VERL's losses divide by are written into `data`.
+    separable: whether the losses of packs add up to the mini-batch's. Without, packs are to get `linearised` instead.
+    """
+
+    def __init__(
+        self,
+        loss_function: LossFunction,
+        data: TensorDict,
+        mini_batch: MiniBatch,
+        group: torch.distributed.ProcessGroup,
+    ):
         self._loss_function = loss_function
+        self._mini_batch = mini_batch
         self._group = group
+        function, _ = unbound(loss_function)
+        # VERL's own losses count predicted tokens only, see `predict_mask`; where there are none they divide by 0
+        self._counts_predicted = function in (ppo_loss, sft_loss)
+        self.separable = is_separable(loss_function)
+        if not self.separable:
+            _tell_of_a_forward_more(describe(loss_function))
         # a mini-batch without a single counted token has loss 0, not 0/0
         tu.assign_non_tensor(data, batch_num_tokens=max(1, int(data["loss_mask"].sum())), dp_size=1, sp_size=1)
-        self._data = _dense_responses(data) if _function(loss_function) is ppo_loss else data
+        self._data = _dense_responses(data) if function is ppo_loss else data
 
     def __call__(self, stats: TokenStats, pack: PackedBatch) -> ObjectiveOutput:
         device = stats.log_probs_T.device
+        if self._counts_nothing([pack]):
+            return ObjectiveOutput(loss=torch.zeros((), device=device))
         rows = tu.index_select_tensor_dict(self._data, list(pack.sequence_ids)).to(device)
         offsets = pack.cu_seqlens.to(device=device, dtype=torch.int64)
         output = {"log_probs": torch.nested.nested_tensor_from_jagged(stats.log_probs_T, offsets=offsets)}
@@ -60,6 +93,54 @@ class VerlObjective:
             output["entropy"] = torch.nested.nested_tensor_from_jagged(stats.entropy_T, offsets=offsets)
         loss, metrics = self._loss_function(model_output=output, data=rows, dp_group=self._group)
         return ObjectiveOutput(loss=loss, metrics=metrics)
+
+    def whole(self, stats: list[TokenStats], packs: Sequence[PackedBatch]) -> ObjectiveOutput:
+        """Loss and metrics of one call with the whole mini-batch. stats: of each pack, on the CPU."""
+        if self._counts_nothing(packs):
+            return ObjectiveOutput(loss=torch.zeros(()))
+        output = self._mini_batch.model_output(stats, list(packs))
+        loss, metrics = self._loss_function(model_output=output, data=self._data.copy(), dp_group=self._group)
+        return ObjectiveOutput(loss=loss, metrics=metrics)
+
+    def linearised(self, stats: list[TokenStats], packs: Sequence[PackedBatch]) -> "LinearisedLoss":
+        """The mini-batch's loss at `stats`, as an objective of packs."""
+        leaves = [each.detach() for each in stats]
+        tensors = [value_T for each in leaves for value_T in (each.log_probs_T, each.entropy_T) if value_T is not None]
+        with torch.enable_grad():
+            for value_T in tensors:
+                value_T.requires_grad_()
+            whole = self.whole(leaves, packs)
+            if whole.loss.requires_grad:
+                whole.loss.backward()
+        return LinearisedLoss(whole, leaves, packs)
+
+    def _counts_nothing(self, packs: Sequence[PackedBatch]) -> bool:
+        return self._counts_predicted and not any(bool(pack.predict_T.any()) for pack in packs)
+
+
+class LinearisedLoss:
+    """An objective with the gradient that a mini-batch's loss has at known statistics; packs' losses add up to it.
+
+    whole: that loss and its metrics. leaves: the statistics of each pack, on the CPU, with the loss's gradients.
+    """
+
+    def __init__(self, whole: ObjectiveOutput, leaves: list[TokenStats], packs: Sequence[PackedBatch]):
+        self.metrics = whole.metrics
+        self._share = float(whole.loss) / max(1, len(packs))
+        self._leaves = {pack.sequence_ids: each for pack, each in zip(packs, leaves, strict=True)}
+
+    def __call__(self, stats: TokenStats, pack: PackedBatch) -> ObjectiveOutput:
+        leaves = self._leaves[pack.sequence_ids]
+        linear = _slope(stats.log_probs_T, leaves.log_probs_T)
+        if stats.entropy_T is not None and leaves.entropy_T is not None and leaves.entropy_T.grad is not None:
+            linear = linear + _slope(stats.entropy_T, leaves.entropy_T)
+        # the sum's value has no meaning, only its gradient; one that is not finite stays so and stops the step
+        return ObjectiveOutput(loss=linear - linear.detach() + self._share)
+
+
+def _slope(values_T: Tensor, leaf_T: Tensor) -> Tensor:
+    gradient_T = torch.zeros_like(leaf_T) if leaf_T.grad is None else leaf_T.grad
+    return (values_T * gradient_T.to(values_T.device)).sum()
 
 
 def _dense_responses(data: TensorDict) -> TensorDict:

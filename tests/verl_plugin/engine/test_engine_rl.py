@@ -69,7 +69,7 @@ def test_pack_tokens_bounds_verl_limits(tiny_model):
     longest = max(len(r["prompts"]) + len(r["responses"]) for r in rows)
     engine = make_engine(tiny_model, pack_tokens=longest)
     for limits in ({"use_dynamic_bsz": True, "max_token_len_per_gpu": 10_000}, {"micro_batch_size_per_gpu": 100}):
-        assert len(infer(engine, v1_batch(rows, **limits), policy_loss())["loss"]) > 1
+        assert len(train(engine, v1_batch(rows, **limits), policy_loss())["loss"]) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.5, torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3, 0.9, 1.0])])
