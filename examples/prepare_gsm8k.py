@@ -3,20 +3,25 @@
     python examples/prepare_gsm8k.py data/gsm8k                                        openai/gsm8k from the hub
     python examples/prepare_gsm8k.py data/gsm8k --train train.jsonl --test test.jsonl  local files
 
-Local files (.jsonl, .json, .parquet) have the columns `question` and `answer`; an answer ends with `#### NUMBER`.
+Local files (.jsonl, .json, .parquet) have the columns `question` and `answer`; an answer ends with `#### NUMBER`. Rows
+without such an answer are left out, counted by reason.
 Rewards are VERL's own rule for this data source: 1 when the last `#### NUMBER` of a response is right, else 0.
 """
 
 import argparse
+import os
 import re
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _FINAL = re.compile(r"####\s*(-?[\d.,]+)\s*$")
+_NUMBER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?")
 
 
 def read_file(path: Path) -> pd.DataFrame:
@@ -25,7 +30,10 @@ def read_file(path: Path) -> pd.DataFrame:
     readers = {".jsonl": lambda p: pd.read_json(p, lines=True), ".json": pd.read_json, ".parquet": pd.read_parquet}
     if path.suffix not in readers:
         raise ValueError(f"{path}: must be one of {', '.join(readers)}")
-    return readers[path.suffix](path)
+    try:
+        return readers[path.suffix](path)
+    except Exception as error:  # pandas' and pyarrow's errors have no common class
+        raise ValueError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def read_hub(name: str, split: str) -> pd.DataFrame:
@@ -40,28 +48,53 @@ def read_hub(name: str, split: str) -> pd.DataFrame:
         ) from error
 
 
-def final_answer(answer: str) -> str:
-    """The number after `####`, without thousands separators, as VERL's rule compares it."""
+def final_answer(answer: Any) -> str:
+    """The number after `####`, without thousands separators, as VERL's rule compares it. A ValueError says why there is
+    none."""
+    if not isinstance(answer, str):
+        raise ValueError("is empty" if pd.isna(answer) else "is no text")
     match = _FINAL.search(answer.strip())
     if match is None:
-        raise ValueError(f"answer {answer[-60:]!r} does not end with '#### NUMBER'")
+        raise ValueError("does not end with '#### NUMBER'")
+    if not _NUMBER.fullmatch(match.group(1)):
+        raise ValueError("ends with a number that is not written like 1,234.5")
     return match.group(1).replace(",", "")
 
 
-def rows(frame: pd.DataFrame, split: str, source: str) -> list[dict]:
+def rows(frame: pd.DataFrame, split: str, source: str) -> tuple[list[dict], Counter[str]]:
+    """The rows that VERL reads, and how many were left out, by reason."""
     missing = {"question", "answer"} - set(frame.columns)
     if missing:
         raise ValueError(f"{source}: no column {', '.join(sorted(missing))}")
-    return [
-        {
-            "data_source": HUB_NAME,  # chooses the reward rule
-            "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": final_answer(answer)},
-            "extra_info": {"split": split, "index": i, "question": question, "answer": answer},
-        }
-        for i, (question, answer) in enumerate(zip(frame["question"], frame["answer"], strict=True))
-    ]
+    made, dropped, example = [], Counter[str](), ""
+    for i, (question, answer) in enumerate(zip(frame["question"], frame["answer"], strict=True)):
+        try:
+            if not isinstance(question, str) or not question.strip():
+                raise ValueError("has no question")
+            truth = final_answer(answer)
+        except ValueError as error:
+            dropped[str(error)] += 1
+            example = example or f"answer {str(answer)[-60:]!r} {error}"
+            continue
+        made.append(
+            {
+                "data_source": HUB_NAME,  # chooses the reward rule
+                "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": truth},
+                "extra_info": {"split": split, "index": i, "question": question, "answer": answer},
+            }
+        )
+    if not made:
+        raise ValueError(f"{source}: no question is left of {len(frame)}" + (f"; {example}" if example else ""))
+    return made, dropped
+
+
+def write(table: list[dict], file: Path) -> None:
+    """Whole or not at all: written beside its place, then renamed."""
+    beside = file.with_suffix(".parquet.tmp")
+    pd.DataFrame(table).to_parquet(beside)
+    os.replace(beside, file)
 
 
 def main() -> None:
@@ -83,9 +116,10 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"prepare_gsm8k: {error}")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    for split, table in tables.items():
-        pd.DataFrame(table).to_parquet(arguments.folder / f"{split}.parquet")
-        print(f"{arguments.folder / split}.parquet: {len(table)} questions")
+    for split, (table, dropped) in tables.items():
+        write(table, arguments.folder / f"{split}.parquet")
+        left_out = "".join(f"; left out: {count} whose answer {reason}" for reason, count in dropped.items())
+        print(f"{arguments.folder / split}.parquet: {len(table)} questions{left_out}")
 
 
 if __name__ == "__main__":

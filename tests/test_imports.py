@@ -37,8 +37,8 @@ PLUGIN_ROOMS = [
     {f"{PLUGIN}.targets", f"{PLUGIN}.knobs"},
     {f"{PLUGIN}.register"},
     {f"{PLUGIN}.task_runner", f"{PLUGIN}.driver", f"{PLUGIN}.engine", f"{PLUGIN}.platform_cpu"},
-    {f"{PLUGIN}.settings"},
     {f"{PLUGIN}.monitoring", f"{PLUGIN}.startup_times", f"{PLUGIN}.supported"},
+    {f"{PLUGIN}.settings"},
     {f"{PLUGIN}.config"},
 ]
 FRAMEWORKS = {"verl", "ray", "vllm", "tensordict", "hydra", "omegaconf", "transfer_queue"}

@@ -55,6 +55,7 @@ def test_limit(files, tmp_path):
     [
         ('{"question": "q", "answer": "no number"}', "answer 'no number' does not end with '#### NUMBER'"),
         ('{"question": "q"}', "no column answer"),
+        ('{"question"', "cannot be read"),
         (None, "no such file"),
     ],
 )
@@ -67,6 +68,30 @@ def test_bad_input_is_one_line_and_nothing_is_written(files, tmp_path, content, 
     [line] = done.stderr.splitlines()
     assert line.startswith("prepare_gsm8k: ") and expected in line
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_without_a_number_are_left_out_and_counted(files, tmp_path):
+    answers = [5, None, float("nan"), "", "#### .", "#### 1.000,5", "#### 12,34", "six", "#### 1,234.5", "#### -7"]
+    frame = pandas.DataFrame(
+        {"question": [f"Question {i}?" for i in range(len(answers))], "answer": answers}, dtype=object
+    )
+    frame.loc[len(frame)] = [None, "#### 3"]
+    frame.to_json(tmp_path / "odd.jsonl", orient="records", lines=True)
+    done = prepare(tmp_path / "out", "--train", tmp_path / "odd.jsonl", "--test", files["test"])
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    train = pandas.read_parquet(tmp_path / "out" / "train.parquet")
+    assert [row["ground_truth"] for row in train["reward_model"]] == ["1234.5", "-7"]
+    told = done.stdout.splitlines()[0]
+    for words in (
+        "2 questions",
+        "2 whose answer is empty",
+        "1 whose answer is no text",
+        "3 whose answer ends with a number",
+        "2 whose answer does not end",
+        "1 whose answer has no question",
+    ):
+        assert words in told
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["test.parquet", "train.parquet"]
 
 
 def test_local_files_go_together(files, tmp_path):

@@ -71,7 +71,10 @@ CHECKS = {
     "ModuleSpec._initializing": being_imported,
     "BucketedWeightSender._init_socket": socket_of_the_sender,
     "OptimizerConfig._mutable_fields": mutable_fields,
-    **{f"PPOTrainer.{n}": trainer_method(n) for n in ("_setup", "_build_replay_buffer")},
+    **{
+        f"PPOTrainer.{n}": trainer_method(n)
+        for n in ("_setup", "_build_replay_buffer", "_init_dataloader", "_balance_batch", "_add_prompts_to_generate")
+    },
 }
 
 

@@ -27,6 +27,7 @@ from megatrain_rl.verl_plugin import supported
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER, MegaTrainEngineConfig, adamw_config, lr_schedule
 from megatrain_rl.verl_plugin.engine import batch, checkpoint, loading, process_group
 from megatrain_rl.verl_plugin.engine.loss import LossFunction, VerlObjective, predict_mask
+from megatrain_rl.verl_plugin.engine.step_settings import StepSettings
 from megatrain_rl.verl_plugin.engine.weight_sync import stream_weights
 from verl_patches import ours
 
@@ -61,10 +62,11 @@ class MegaTrainEngine(BaseEngine):
         model_config: HFModelConfig,
         engine_config: EngineConfig,
         optimizer_config: OptimizerConfig | None,
-        checkpoint_config: CheckpointConfig,
+        checkpoint_config: CheckpointConfig | None = None,
         **kwargs: Any,
     ):
         super().__init__()
+        checkpoint_config = checkpoint_config or CheckpointConfig()
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = None if engine_config.forward_only else optimizer_config
@@ -278,6 +280,11 @@ class MegaTrainEngine(BaseEngine):
             outputs["metrics"]["optimizer_wait_s/max"] = [self.trainer.optimizer_wait_s]
             outputs["metrics"]["weight_sync_wait_s/max"] = [self._sync_wait_s]
         return outputs
+
+    @property
+    def optimizer(self) -> StepSettings:
+        """What VERL's Tinker worker sets before a step: the learning rate, and nothing else."""
+        return StepSettings(self.trainer)
 
     def optimizer_zero_grad(self) -> None:
         self.trainer.zero_grad()

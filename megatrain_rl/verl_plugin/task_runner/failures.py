@@ -13,13 +13,16 @@ _AGAIN = "Start the run again to go on from the last checkpoint."
 _TRAINER = "WorkerDict"
 # A part of VERL's error when none of a batch's answers is left.
 _NO_ANSWERS = "no materializable trajectories"
+# TransferQueue's error when it is asked for nothing: VERL asks so when every answer of a validation has failed.
+_NO_KEYS = "Received an empty list as keys"
 
 
 @contextlib.contextmanager
 def told_again() -> Iterator[None]:
     """Within, two errors become a RuntimeError that says what happened.
 
-    One is the death of the trainer's process. In the other, every answer of a batch has failed. Other errors pass.
+    One is the death of the trainer's process. In the other, every answer of a batch, or of a validation, has failed.
+    Other errors pass.
     """
     try:
         yield
@@ -30,10 +33,10 @@ def told_again() -> Iterator[None]:
             "the trainer's process has died: its own error stands above, or it was killed (the kernel does that when "
             "host RAM runs out). " + _AGAIN
         ) from error
-    except RuntimeError as error:
-        if _NO_ANSWERS not in str(error):
+    except (RuntimeError, ValueError) as error:
+        if _NO_ANSWERS not in str(error) and _NO_KEYS not in str(error):
             raise
         raise RuntimeError(
-            "every answer of this batch failed: the rollout engine has died or refuses the requests, or the reward "
+            "every answer of this batch or validation failed: the rollout engine has died or refuses the requests, or the reward "
             "function raises; the first error stands above. " + _AGAIN
         ) from error

@@ -3,7 +3,7 @@
 - Two parts of the start-up go on while the task runner waits for another, and the phases are timed.
 - Memory is sampled from the start, and the logger is watched (monitoring.py).
 - Samples are taken soon after they are ready.
-- Two errors are raised in plain words (failures.py).
+- What a step asked for and did not get is counted (lost.py), and some errors are raised in plain words (failures.py).
 
 VERL finds the subclasses in its own registry under the names in `verl_patches.ours.TRAINERS`, which the driver puts in
 the place of VERL's (driver/prepare.py). To everything else the run's mode is VERL's, `sync` or `colocate_async`
@@ -22,6 +22,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from megatrain_rl.verl_plugin import monitoring
 from megatrain_rl.verl_plugin.startup_times import END, StartupTimes
 from megatrain_rl.verl_plugin.task_runner.failures import told_again
+from megatrain_rl.verl_plugin.task_runner.lost import FAILED_ANSWERS, Lost, check_lengths
 from megatrain_rl.watch.memory import MemoryWatch
 from verl_patches import transfer_queue_start
 from verl_patches.deferred import Deferred
@@ -65,6 +66,7 @@ class RunOfOurs(_Trainer):
         self._times.mark("tokenizer, data")
         self._server_import = Deferred("import-rollout-server")
         self._memory = _watch_memory()
+        self._lost = Lost(config)
         try:
             super().__init__(config)
         except BaseException:
@@ -105,12 +107,27 @@ class RunOfOurs(_Trainer):
         with told_again():
             super().fit(agent_loop_manager)
 
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        check_lengths(self.train_dataset, self.config)
+
     def _build_replay_buffer(self) -> ReplayBuffer:
         """VERL's buffer, which looks for samples every POLL_SECONDS. A buffer class of the user's own is left alone."""
         buffer = super()._build_replay_buffer()
         if type(buffer) in (ReplayBuffer, ReplayBufferAsync):
             buffer.poll_interval = POLL_SECONDS
+            buffer.refill_fn = self._refill
         return buffer
+
+    def _refill(self, num_prompts: int) -> int:
+        self._lost.refill(num_prompts)
+        return self._add_prompts_to_generate(num_prompts)
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """VERL calls this with each sample, before it adds rows of padding."""
+        prompts = self.config.data.train_batch_size // self.parameter_sync_step
+        metrics[FAILED_ANSWERS] = self._lost.answers(batch.tags, prompts)
+        return super()._balance_batch(batch, metrics, *args, **kwargs)
 
     def _worker_started(self, group: Any) -> None:
         """Begin what goes on beneath VERL's wait for the trainer's process, which has been started.

@@ -301,3 +301,37 @@ def test_budget_must_hold_the_weight_transfer_too(tiny_model, monkeypatch):
     monkeypatch.setattr(trainer, "plan", dataclasses.replace(trainer.plan, gpu_cap_bytes=cap))
     with pytest.raises(ValueError, match=r"gpu_budget_gb=.* 1\.1 .*update_weights_bucket_megabytes"):
         engine._check_bucket_fits(trainer)
+
+
+def test_steps_of_verls_tinker_worker(tiny_model):
+    """It sets the learning rate of a step by way of an optimizer's groups; other settings are refused."""
+    from verl.workers.engine_workers_tinker import _apply_optim_step_params
+
+    engine = make_engine(tiny_model, optim=optimizer_config(lr=1e-3))
+    _apply_optim_step_params(engine.optimizer, None)
+    _apply_optim_step_params(engine.optimizer, {"lr": 5e-4})
+    assert engine.trainer.lr == 5e-4 and engine.optimizer.param_groups[0]["lr"] == 5e-4
+    before = weights(engine)
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(v1_batch(rl_rows()), policy_loss())
+    assert engine.optimizer_step() > 0
+    moved = max((now - before[name]).abs().max() for name, now in weights(engine).items())
+    assert 4e-4 < moved < 6e-4, "the first step of Adam is the learning rate"
+    with pytest.raises(ValueError, match="betas"):
+        _apply_optim_step_params(engine.optimizer, {"betas": (0.9, 0.9)})
+    with pytest.raises(ValueError, match=r"optim\.betas"):
+        engine.optimizer.param_groups[0].update({"betas": (0.9, 0.9)})
+
+
+def test_an_engine_without_a_checkpoint_config(tiny_model):
+    from verl.workers.config import HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from megatrain_rl.verl_plugin.config import engine_config
+
+    model = HFModelConfig(path=tiny_model)
+    for given in ({}, {"checkpoint_config": None}):
+        EngineRegistry.new(
+            model_type="language_model", backend="megatrain", model_config=model, engine_config=engine_config(),
+            optimizer_config=optimizer_config(), **given,
+        )  # fmt: skip

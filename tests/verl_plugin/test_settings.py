@@ -1,0 +1,73 @@
+"""Every key of VERL's config classes is honoured, refused or without effect; what is without effect is told once."""
+
+import dataclasses
+import logging
+
+import pytest
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, HFModelConfig
+from verl_cases import DP, OURS, RUN, composed, validate
+
+from megatrain_rl.verl_plugin import settings, supported
+
+PARTS = [
+    (settings.ENGINE, FSDPEngineConfig), (settings.ACTOR, FSDPActorConfig), (settings.MODEL, HFModelConfig),
+    (settings.CHECKPOINT, CheckpointConfig),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch):
+    monkeypatch.setattr(settings, "_told", set())
+
+
+@pytest.mark.parametrize("part, cls", PARTS, ids=lambda p: getattr(p, "__name__", ""))
+def test_every_key_has_its_place(part, cls):
+    keys = [*part.honoured, *part.refused, *part.no_effect]
+    assert len(keys) == len(set(keys))
+    fields = {field.name for field in dataclasses.fields(cls)} - {"_target_"}
+    assert not fields - set(keys), "a key of VERL's that has no place"
+    assert set(keys) - fields <= {"router_replay", "pad_to_length_bucket"}, "a key that VERL no longer has"
+
+
+@pytest.mark.parametrize("selected", [OURS, DP], ids=["model_engine", "strategy"])
+def test_verls_own_values_are_fine_and_nothing_is_told(selected, caplog):
+    with caplog.at_level(logging.WARNING, logger=settings.log.name):
+        supported.check_run(composed(*RUN, *selected))
+    assert not [record for record in caplog.records if record.name == settings.log.name]
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("dtype", "float32"),
+        ("dtype", "float16"),
+        ("+mixed_precision", "{param_dtype: bf16}"),
+        ("full_determinism", "true"),
+    ],
+)
+@pytest.mark.parametrize("role", ["actor", "ref"])
+def test_what_would_be_ignored_is_refused(role, setting, value):
+    key = f"actor_rollout_ref.{role}.fsdp_config.{setting}"
+    with pytest.raises(ValueError, match=rf"{role}\.fsdp_config\.{setting.lstrip('+')}="):
+        validate(*DP, f"{'+' if setting[0] == '+' else ''}{key.replace('+', '')}={value}")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor.fsdp_config.param_offload=true", "actor.fsdp_config.optimizer_offload=true", "actor.fsdp_config.model_dtype=bf16",
+        "actor.grad_clip=0.5", "model.use_liger=true", "model.enable_activation_offload=true", "actor.checkpoint.save_contents=[model]",
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_told_once(override, caplog):
+    key = override.split("=")[0]
+    for _ in range(2):
+        supported.check_run(composed(*RUN, *DP, f"actor_rollout_ref.{override}"))
+    told = [r.getMessage() for r in caplog.records if r.name == settings.log.name]
+    assert len(told) == 1 and f"actor_rollout_ref.{key}=" in told[0]
+
+
+def test_runs_of_other_strategies_are_not_looked_at(caplog):
+    supported.check_run(composed(*RUN, "actor_rollout_ref.actor.fsdp_config.dtype=float32"))
+    assert not [record for record in caplog.records if record.name == settings.log.name]
