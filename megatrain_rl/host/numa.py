@@ -41,18 +41,22 @@ def room(root: Path = Path("/")) -> int | None:
 
 
 def require_interleave() -> None:
-    """Try it on one page; a ValueError that names the setting where it cannot be had."""
+    """Try it on one page; raises as `interleave` does."""
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
     interleave(address, mmap.PAGESIZE)
 
 
-def interleave(address: int, num_bytes: int, root: Path = Path("/")) -> None:
-    """Deal the pages of a mapping that nobody has touched yet out to all nodes in turn."""
-    number = _MBIND.get(platform.machine())
-    # Nodes without cores are left out: some machines show the memory of their GPUs as such.
+def socket_nodes(root: Path = Path("/")) -> list[int]:
+    """The allowed nodes that have cores: some machines show the memory of their GPUs as nodes without any."""
     with_cores = _listed(root / _NODES / "has_cpu")
-    nodes = [node for node in allowed_nodes(root) if node in with_cores]
+    return [node for node in allowed_nodes(root) if node in with_cores]
+
+
+def interleave(address: int, num_bytes: int) -> None:
+    """Deal the pages of a mapping that nobody has touched yet out to the socket nodes in turn. A ValueError that names
+    the setting where that cannot be had."""
+    number, nodes = _MBIND.get(platform.machine()), socket_nodes()
     if number is None or not nodes:
         raise ValueError("host_numa=interleave: this system shows no NUMA nodes; set host_numa=default")
     bits = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
@@ -61,7 +65,12 @@ def interleave(address: int, num_bytes: int, root: Path = Path("/")) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     # the kernel looks at one bit less than it is told of
-    arguments = (ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_long(_MPOL_INTERLEAVE))
+    arguments = (
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(num_bytes),
+        ctypes.c_long(_MPOL_INTERLEAVE),
+    )
     if libc.syscall(*arguments, bits, ctypes.c_ulong(64 * len(bits) + 1), ctypes.c_long(0)):
         raise ValueError(
             f"host_numa=interleave: the system refuses it ({os.strerror(ctypes.get_errno())}); in a container add the "

@@ -5,6 +5,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from file_tree import tree
 
 from megatrain_rl import planner
 from megatrain_rl.host import machine
@@ -13,19 +14,18 @@ V2 = "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
 NONE_V1 = 9223372036854771712  # what version 1 says for no limit
 
 
-def tree(root: Path, files: dict[str, str | int]) -> Path:
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{content}\n")
-    return root
-
-
 def v1(controllers: str, top: str = "/") -> str:
     return f"31 20 0:27 {top} /sys/fs/cgroup/{controllers} rw shared:9 - cgroup cgroup rw,{controllers}"
 
 
 def v2_level(place: str, **values: str | int) -> dict[str, str | int]:
-    named = {"limit": "memory.max", "high": "memory.high", "used": "memory.current", "stat": "memory.stat", "cpu": "cpu.max"}
+    named = {
+        "limit": "memory.max",
+        "high": "memory.high",
+        "used": "memory.current",
+        "stat": "memory.stat",
+        "cpu": "cpu.max",
+    }
     return {f"sys/fs/cgroup{place}/{named[key]}": value for key, value in values.items()}
 
 
@@ -54,7 +54,17 @@ def test_version_2_counts_at_every_level(big, level):
     """Wherever the limit is set, and file cache counts as room."""
     tree(big, {"proc/self/cgroup": "0::/job_1/step_0", "proc/self/mountinfo": V2})
     for place in ("", "/job_1", "/job_1/step_0"):
-        tree(big, v2_level(place, limit="max", high="max", used=700, stat="anon 500\ninactive_file 150\nactive_file 50", cpu="max 100000"))
+        tree(
+            big,
+            v2_level(
+                place,
+                limit="max",
+                high="max",
+                used=700,
+                stat="anon 500\ninactive_file 150\nactive_file 50",
+                cpu="max 100000",
+            ),
+        )
     assert memory(big) == 10**9 * 1024
     tree(big, v2_level(level, limit=1000, cpu="50000 100000"))
     assert memory(big) == 1000 - 700 + 200
@@ -79,8 +89,18 @@ def test_version_1_as_slurm_sets_it_up(big, level):
         "proc/self/mountinfo": "\n".join([v1("memory"), v1("cpu,cpuacct")]),
     })  # fmt: skip
     for place in ("", "/slurm", "/slurm/uid_5", own):
-        tree(big, v1_level(place, limit=NONE_V1, used=700, stat=f"cache 900\ntotal_inactive_file 100\ntotal_active_file 50\nhierarchical_memory_limit {NONE_V1}"))
-        tree(big, {f"sys/fs/cgroup/cpu,cpuacct{place}/cpu.cfs_{k}_us": v for k, v in (("quota", -1), ("period", 100000))})
+        tree(
+            big,
+            v1_level(
+                place,
+                limit=NONE_V1,
+                used=700,
+                stat=f"cache 900\ntotal_inactive_file 100\ntotal_active_file 50\nhierarchical_memory_limit {NONE_V1}",
+            ),
+        )
+        tree(
+            big, {f"sys/fs/cgroup/cpu,cpuacct{place}/cpu.cfs_{k}_us": v for k, v in (("quota", -1), ("period", 100000))}
+        )
     assert machine.host_limits(big) == {"the machine": 10**9 * 1024}
     assert machine.usable_cores(big) == len(os.sched_getaffinity(0))
     tree(big, v1_level(level, limit=1000) | {f"sys/fs/cgroup/cpu,cpuacct{level}/cpu.cfs_quota_us": 30000})
@@ -147,7 +167,10 @@ def test_what_cannot_be_read_says_nothing(big, files):
 def test_a_process_bound_to_some_nodes_has_their_memory_only(big):
     node = "sys/devices/system/node"
     figures = "Node 1 MemTotal: 9 kB\nNode 1 MemFree:   100 kB\nNode 1 Active(file): 20 kB\nNode 1 AnonPages: 7 kB"
-    tree(big, {f"{node}/has_memory": "0-1", f"{node}/node1/meminfo": figures, "proc/self/status": "Mems_allowed_list:\t0-1"})
+    tree(
+        big,
+        {f"{node}/has_memory": "0-1", f"{node}/node1/meminfo": figures, "proc/self/status": "Mems_allowed_list:\t0-1"},
+    )
     assert memory(big) == 10**9 * 1024
     tree(big, {"proc/self/status": "Mems_allowed_list:\t1"})
     assert machine.host_limits(big)["the NUMA nodes that it is bound to"] == 120 * 1024
