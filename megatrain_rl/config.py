@@ -93,7 +93,9 @@ class StreamConfig:
         "float32 runs everything in fp32",
     )
     grad_dtype: Literal["bfloat16", "float32"] = knob(
-        "bfloat16", "dtype of the gradients in host RAM; sums over packs are fp32 whatever this is"
+        "bfloat16",
+        "dtype of the gradients in host RAM; sums over packs are fp32 whatever this is, and what several calls or sweeps "
+        "add up in bfloat16 is rounded up or down at random, so that nothing is lost on average",
     )
     optimizer_state_dtype: Literal["bfloat16", "float32"] = knob(
         "float32",
