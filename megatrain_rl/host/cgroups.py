@@ -1,7 +1,7 @@
 """The limits of the cgroups that this process is in, version 1 and 2, at every level from its own to the top.
 
-Slurm, systemd and Kubernetes each set their limits at a level of their own, and each holds for all that lies below it. A
-process in a container may see only a part of the levels; what it sees is looked at. What cannot be read says nothing.
+Slurm, systemd and Kubernetes each set their limits at a level of their own, and each holds for all that lies below it.
+A process in a container may see only a part of the levels; what it sees is looked at. What cannot be read says nothing.
 `root` stands for / in tests. Used by machine.py.
 """
 
@@ -17,8 +17,8 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class _Hierarchy:
-    """A mounted tree of cgroups. controllers: of version 1; None for the one tree of version 2. top: of what is mounted,
-    as /proc/self/cgroup names it. mount: where it is mounted."""
+    """A mounted tree of cgroups. controllers: of version 1; None for the one tree of version 2. top: of what is
+    mounted, as /proc/self/cgroup names it. mount: where it is mounted."""
 
     controllers: frozenset[str] | None
     top: PurePosixPath
@@ -81,7 +81,7 @@ def _levels(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
 
 def _own_paths(root: Path) -> dict[str, PurePosixPath]:
     """The cgroup of this process in each hierarchy, by controller; "" is version 2."""
-    found = {}
+    found: dict[str, PurePosixPath] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

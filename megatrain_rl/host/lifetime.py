@@ -32,8 +32,8 @@ class Lifetime:
             raise ValueError("the trainer is closed")
 
     def close(self, first: Callable[[], None]) -> None:
-        """Call `first`, then close every part, whatever comes of the others. A second call does nothing, nor does one in
-        a forked child."""
+        """Call `first`, then close every part, whatever comes of the others. A second call does nothing, nor does one
+        in a forked child."""
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True

@@ -2,8 +2,8 @@
 
 A machine with several processor sockets has memory at each. The kernel puts a page at the socket of the thread that
 touches it first, so large regions fill one node and then the next, and one memory controller does most of the work.
-`interleave` deals pages out to all nodes in turn. pinned.py asks for it; `config.host_numa` chooses. `root` stands for /
-in tests.
+`interleave` deals pages out to all nodes in turn. pinned.py asks for it; `config.host_numa` chooses. `root` stands for
+/ in tests.
 """
 
 import contextlib

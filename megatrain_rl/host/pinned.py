@@ -5,8 +5,9 @@ within noise), touched once, and registered with CUDA as one large region: about
 and without the power-of-two rounding of a caching allocator. Regions are unregistered when their owner closes them
 (or is collected), before the memory goes.
 
-A forked child does not get this memory. It would share the pages until the optimizer writes them, and then cost a copy of
-each; pinned ones the kernel copies at the fork. So who reads a region in a child crashes; `lifetime.py` keeps users from it.
+A forked child does not get this memory. It would share the pages until the optimizer writes them, and then cost a copy
+of each; pinned ones the kernel copies at the fork. So who reads a region in a child crashes; `lifetime.py` keeps users
+from it.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ class HostRegion:
 
 
 def place_memory(host_numa: str) -> None:
-    """Place what is allocated from now on in this process as `config.host_numa` says. A ValueError where it cannot be."""
+    """Place what this process allocates from now on as `config.host_numa` says. A ValueError where it cannot be."""
     global _interleaved
     if host_numa == "interleave":
         numa.require_interleave()

@@ -4,8 +4,8 @@ A layer's fp32 sum is cast slab by slab and each slab leaves on the download lan
 next layer as soon as the last cast is done, not when the last byte has crossed. One worker thread waits for landings
 and reports them; what goes wrong there is raised at the caller's next push or drain.
 
-A sum that fetches what earlier sweeps left on the host and leaves again is rounded each time. To the nearest bf16, parts
-smaller than half a unit in the last place would be lost, all of them, once the sum has grown: 6 % of the norm after 400
+A sum that fetches what earlier sweeps left on the host and leaves again is rounded each time. To the nearest bf16,
+parts smaller than half a unit in the last place would all be lost once the sum has grown: 6 % of the norm after 400
 sweeps. Such sums are rounded up or down at random instead, so that the mean is right: what one rounding loses another
 gives. The random bits depend on a seed alone, so a run repeats to the bit.
 """
@@ -22,7 +22,6 @@ from torch import Tensor
 from megatrain_rl.host.pinned import HostRegion
 from megatrain_rl.model.decoder import Block
 from megatrain_rl.transfer.lanes import Lanes, Mark
-
 
 # Elements rounded at once: bounds the random bits and what testing for infinity takes to some 30 MB.
 _ROUNDED_AT_ONCE = 1 << 21

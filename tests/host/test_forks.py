@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def in_child(work) -> str:
-    """What `work` returns in a forked child, or the text of its error. The child must end by itself, not by a signal."""
+    """What `work` returns in a forked child, or its error. The child must end by itself, not by a signal."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

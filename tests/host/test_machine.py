@@ -1,4 +1,4 @@
-"""What a machine lets a process use: limits of cgroups at every level, NUMA nodes, the shell's limits. Fake file trees."""
+"""What a machine lets a process use: cgroups at every level, NUMA nodes, the shell's limits; on fake file trees."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Where memory lies on a machine with several NUMA nodes, and dealing it out to all of them. Fake trees, and this machine."""
+"""Where memory lies on a machine with several NUMA nodes, and dealing it out to all; fake trees and this machine."""
 
 import mmap
 import re

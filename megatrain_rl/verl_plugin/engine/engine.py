@@ -133,8 +133,8 @@ class MegaTrainEngine(BaseEngine):
             hf_config=self.model_config.hf_config,
         )
         if not ray.is_initialized():
-            # SFT: no rollout engine starts meanwhile, and VERL's DataLoader forks from this very process, which it must
-            # not while a thread loads and compiles (a child gets the locks that such threads hold, and nobody to open them)
+            # SFT: no rollout engine starts meanwhile, and VERL's DataLoader forks from this very process. It must not
+            # while a thread loads and compiles: a child gets the locks that such threads hold, and nobody opens them.
             self._loading.result()
 
     @property
