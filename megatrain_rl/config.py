@@ -22,6 +22,7 @@ _CHOICES = {
     "optimizer_state_dtype": tuple(DTYPES),
     "attention": ("auto", "varlen", "flash_attn", "sdpa"),
     "reference": ("mmap", "pinned"),
+    "host_numa": ("default", "interleave"),
 }
 
 
@@ -92,7 +93,9 @@ class StreamConfig:
         "float32 runs everything in fp32",
     )
     grad_dtype: Literal["bfloat16", "float32"] = knob(
-        "bfloat16", "dtype of the gradients in host RAM; sums over packs are fp32 whatever this is"
+        "bfloat16",
+        "dtype of the gradients in host RAM; sums over packs are fp32 whatever this is, and what several calls or sweeps "
+        "add up in bfloat16 is rounded up or down at random, so that nothing is lost on average",
     )
     optimizer_state_dtype: Literal["bfloat16", "float32"] = knob(
         "float32",
@@ -124,7 +127,14 @@ class StreamConfig:
         "process may use for the optimizer, since the others drive the GPU, and all of them for torch",
     )
     host_budget_gb: float | None = knob(
-        None, "host RAM in GB that the trainer may use; null reads what the machine or its cgroup has"
+        None,
+        "host RAM in GB that the trainer may use; null reads what the machine has and what the limits on this process "
+        "(cgroups, NUMA nodes, ulimit) leave of it",
+    )
+    host_numa: Literal["default", "interleave"] = knob(
+        "default",
+        "where host RAM lies on a machine of several processor sockets: default is the system's choice, usually the "
+        "socket of the thread that touches a page first; interleave deals pages out to all sockets in turn",
     )
 
     def __post_init__(self):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import AdamWConfig, StreamConfig
-from megatrain_rl.host.machine import available_host_bytes
+from megatrain_rl.host.machine import available_host_bytes, tightest_limit
 from megatrain_rl.model.decoder import DecoderSpec
 
 # CUDA context and loaded kernels of one process on an H200, by NVML (see the records).
@@ -260,12 +260,14 @@ def make_plan(spec: DecoderSpec, config: StreamConfig, adamw: AdamWConfig | None
     host_bytes = host.total
     host_limit = int(config.host_budget_gb * 1e9) if config.host_budget_gb else usable_host_bytes()
     if host_bytes > host_limit:
+        limit = tightest_limit()
+        scarce = f" (the tightest limit on this process is {limit})" if limit else ""
         pinned = " reference=mmap," if reference and config.reference == "pinned" else ""
         moments = ""
         if train and config.optimizer == "native" and config.optimizer_state_dtype == "float32":
             moments = " optimizer_state_dtype=bfloat16 (4 bytes a parameter less),"
         raise ValueError(
-            f"the training state needs {host_bytes / 1e9:.1f} GB of host RAM and {host_limit / 1e9:.1f} GB are available: "
+            f"the training state needs {host_bytes / 1e9:.1f} GB of host RAM and {host_limit / 1e9:.1f} GB are available{scarce}: "
             f"{(host_bytes - host_limit) / 1e9:.1f} GB short; use a smaller model,{pinned}{moments} or set host_budget_gb if more is there"
         )
     return MemoryPlan(

@@ -22,7 +22,9 @@ from megatrain_rl import checkpoint
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.host.gradients import HostGradients
+from megatrain_rl.host.lifetime import Lifetime
 from megatrain_rl.host.machine import optimizer_threads
+from megatrain_rl.host.pinned import place_memory, where_memory_lies
 from megatrain_rl.host.store import HostStore, WeightStore, frozen_store
 from megatrain_rl.model.decoder import DecoderSpec, decoder_spec
 from megatrain_rl.model.folder import check_folder
@@ -63,6 +65,7 @@ class StreamTrainer:
         self.schedule = schedule or LRSchedule()
         self.plan = make_plan(spec, config, adamw, reference=reference)
         library = None if adamw is None else make_library(config, adamw)
+        place_memory(config.host_numa)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
@@ -73,25 +76,26 @@ class StreamTrainer:
         self._reference: WeightStore | None = None
         self._model_dir: Path | None = None
         self._update: Update | None = None  # forward only
-        self._parts = contextlib.ExitStack()  # what lives in host RAM, to be closed
-        self._closed = False
+        self._life = Lifetime()
         with self._closed_on_error():
             if on_reserved is not None:
                 on_reserved(self)
             self._store = HostStore(spec, config.param_torch_dtype, pin=self._pin)
-            self._parts.callback(self._store.close)
+            self._life.add(self._store.close)
             if adamw is not None:
                 self._prepare_training(adamw, library)
+        if lies := where_memory_lies():  # every page has been touched
+            log.info(lies)
 
     def _prepare_training(self, adamw: AdamWConfig, library: LibraryAdamW | None) -> None:
         spec, config = self.spec, self.config
         gradients = HostGradients(spec, config.grad_torch_dtype, pin=self._pin)
-        self._parts.callback(gradients.close)
+        self._life.add(gradients.close)
         optimizer = HostAdamW(
             spec, self._store, gradients, adamw, library,
             state_dtype=config.optimizer_state_torch_dtype, threads=config.cpu_threads or optimizer_threads(),
         )  # fmt: skip
-        self._parts.callback(optimizer.close)
+        self._life.add(optimizer.close)
         self._update = Update(spec, gradients, optimizer, adamw, overlap=config.overlap_optimizer)
         self._executor.enable_training(gradients, on_landed=self._update.landed)
 
@@ -124,7 +128,7 @@ class StreamTrainer:
             read_masters(trainer._store, trainer._optimizer, reader)
             if reference:
                 trainer._reference = frozen_store(spec, reader, config, pin=trainer._pin)
-                trainer._parts.callback(trainer._reference.close)
+                trainer._life.add(trainer._reference.close)
         return trainer
 
     @classmethod
@@ -194,7 +198,6 @@ class StreamTrainer:
         self, packs: Sequence[PackedBatch], *, entropy: bool = False, weights: Literal["policy", "reference"] = "policy"
     ) -> list[TokenStats]:
         """Per-token statistics of each pack, on the CPU, under the policy or the frozen reference."""
-        self._require_open()
         self._require_settled()
         if weights == "reference" and self._reference is None:
             raise ValueError("no reference weights are kept; build the trainer with reference=True")
@@ -242,7 +245,6 @@ class StreamTrainer:
 
         Views of live memory: valid until the next update begins, in `optim_step` or `forward_backward(final=True)`.
         """
-        self._require_open()
         self._require_settled()
         return ((b.names[name], self._store.view(b, name)) for b in self.spec.blocks for name in b.layout.slots)
 
@@ -282,7 +284,7 @@ class StreamTrainer:
     def load_checkpoint(self, directory: str | Path) -> None:
         """Restore the complete state, also after a failed update. Gradients are dropped; the reference stays. A
         ValueError before anything changes if the checkpoint is not whole."""
-        self._require_open()
+        self._life.require_open()
         checked = checkpoint.check(Path(directory), self.spec, self._optimizer)
         if self._update is not None:
             self._drop_gradients()
@@ -299,11 +301,7 @@ class StreamTrainer:
 
     def close(self) -> None:
         """Stop the threads and give the host memory back, also after an error. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        with self._parts:  # each of them, the last first, whatever comes of the others
-            self._executor.close()
+        self._life.close(first=self._executor.close)
 
     # ---- inside ----
 
@@ -327,16 +325,13 @@ class StreamTrainer:
         self._require_training().take_back()
 
     def _require_training(self) -> Update:
-        self._require_open()
+        self._life.require_open()
         if self._update is None:
             raise ValueError("this trainer is forward only (adamw=None)")
         return self._update
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ValueError("the trainer is closed")
-
     def _require_settled(self) -> None:
+        self._life.require_open()
         if self._update is not None and self._update.pending:
             raise ValueError(
                 "forward_backward(final=True) promised an update: call optim_step, or zero_grad to drop it"
@@ -344,6 +339,5 @@ class StreamTrainer:
 
     def _wait_for_optimizer(self) -> None:
         self._require_settled()
-        self._require_open()
         if self._update is not None:
             self._update.optimizer.wait()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-# gpu_parts.py, oracle.py, tiny.py and varlen_on_cpu.py are modules of the tests
+# file_tree.py, gpu_parts.py, oracle.py, tiny.py and varlen_on_cpu.py are modules of the tests
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_parts import gpu_parts_of

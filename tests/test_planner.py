@@ -189,21 +189,3 @@ def test_the_table_adds_up_to_the_plan(qwen_7b, reference, train):
     told = [line.split(" GB  ") for line in made.table() if " GB  " in line]
     expected = [*device.items(), *shared.items(), *host.items()]
     assert [(kind, float(size)) for size, kind in told] == [(kind, round(n / 1e9, 2)) for kind, n in expected]
-
-
-def test_machine_limits_come_from_the_cgroup(tmp_path, monkeypatch):
-    """A quota of cores counts, and page cache counts as available memory."""
-    from megatrain_rl.host import machine
-
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    free, cores = machine.available_host_bytes(), machine.usable_cores()
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert machine.usable_cores() == cores
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert machine.usable_cores() == 1
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 300000\nactive_file 50000\n")
-    assert machine.available_host_bytes() == 450000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.available_host_bytes() > 0.5 * free

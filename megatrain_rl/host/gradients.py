@@ -17,9 +17,15 @@ class HostGradients:
         self._blocks = spec.blocks
         self._regions = {b.name: HostRegion(b.layout.numel, dtype, pin=pin) for b in spec.blocks}
         self._norms: dict[str, float] = {}  # by block that has landed
+        self._num_sweeps = 0
 
     def flat(self, block: Block) -> Tensor:
         return self._regions[block.name].flat
+
+    def begin_sweep(self) -> int:
+        """How many sweeps have begun since the regions were last cleared, without this one."""
+        self._num_sweeps += 1
+        return self._num_sweeps - 1
 
     def landed(self, block: Block, norm: float) -> None:
         """The region of `block` holds a gradient of this L2 norm. Called on the thread that waits for landings."""
@@ -48,6 +54,7 @@ class HostGradients:
 
     def clear(self) -> None:
         self._norms.clear()
+        self._num_sweeps = 0
 
     def close(self) -> None:
         for region in self._regions.values():

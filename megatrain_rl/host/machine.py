@@ -1,23 +1,28 @@
-"""What this machine, or the cgroup this process runs in, lets the process use."""
+"""What this machine, and every limit that is set on this process, lets the process use.
+
+`root` stands for / in tests.
+"""
 
 import math
 import os
+import re
+import resource
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+from megatrain_rl.host import cgroups, numa
+
+_MACHINE = "the machine"
 
 
-def usable_cores() -> int:
-    """Cores the scheduler may run this process on, or fewer if its cgroup has a quota.
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores the scheduler may run this process on, or fewer if a cgroup that it is in has a quota.
 
     The default number of threads for work that has the machine to itself, such as torch's own operations. Threads are
     set on purpose: Ray starts its workers with OMP_NUM_THREADS=1, and a container sees all cores of its host.
     """
-    cores = len(os.sched_getaffinity(0))
-    quota = _words("cpu.max")
-    if quota and quota[0] != "max":
-        cores = min(cores, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
-    return cores
+    usable = len(os.sched_getaffinity(0))
+    quota = cgroups.cores(root)
+    return usable if quota is None else min(usable, max(1, math.ceil(quota)))
 
 
 def optimizer_threads() -> int:
@@ -30,23 +35,41 @@ def optimizer_threads() -> int:
 
 
 def available_host_bytes() -> int:
-    """Memory this process may still take: what the kernel calls available, or less if its cgroup is smaller.
+    """Memory this process may still take: the least of `host_limits`."""
+    return min(host_limits().values())
 
-    Page cache counts as available in both: it is given back when it is needed.
+
+def tightest_limit() -> str | None:
+    """Who says how much memory this process may take; None if it is the machine itself."""
+    limits = host_limits()
+    name = min(limits, key=lambda each: limits[each])
+    return None if name == _MACHINE else name
+
+
+def host_limits(root: Path = Path("/")) -> dict[str, int]:
+    """Bytes this process may still take, by who says so: the kernel, each cgroup, NUMA nodes, the limits of its shell.
+
+    File cache counts as available: it is given back when it is needed.
     """
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.is_file() else []:
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit, used, stat = _words("memory.max"), _words("memory.current"), _words("memory.stat")
-    if limit and limit[0] != "max" and used:
-        values = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
-        cache = values.get("inactive_file", 0) + values.get("active_file", 0)
-        available = min(available, int(limit[0]) - int(used[0]) + cache)
-    return available
+    memory = _sizes(root / "proc/meminfo")
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    limits = {_MACHINE: memory.get("MemAvailable", free)}
+    limits |= {f"cgroup {folder}": left for folder, left in cgroups.memory_rooms(root).items()}
+    on_nodes = numa.room(root)
+    if on_nodes is not None:
+        limits["the NUMA nodes that it is bound to"] = on_nodes
+    overcommit = root / "proc/sys/vm/overcommit_memory"
+    if overcommit.is_file() and overcommit.read_text().strip() == "2":  # every byte mapped counts, touched or not
+        limits["vm.overcommit_memory=2"] = max(0, memory["CommitLimit"] - memory["Committed_AS"])
+    used = _sizes(root / "proc/self/status")
+    for option, kind, name in (("-v", resource.RLIMIT_AS, "VmSize"), ("-d", resource.RLIMIT_DATA, "VmData")):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY and name in used:
+            limits[f"ulimit {option}"] = max(0, limit - used[name])
+    return limits
 
 
-def _words(name: str) -> list[str]:
-    file = _CGROUP / name
-    return file.read_text().split() if file.is_file() else []
+def _sizes(file: Path) -> dict[str, int]:
+    """Bytes by name of a file of the kernel's with lines like `Name:  5 kB`."""
+    text = file.read_text() if file.is_file() else ""
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s*(\d+) kB$", text, re.MULTILINE)}

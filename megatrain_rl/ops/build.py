@@ -20,6 +20,8 @@ _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-shared", "-fPIC",
 )  # fmt: skip
+# An op compiles in a second or two; on a machine that swaps or has a network for a disk, in many.
+LIMIT_SECONDS = 300.0
 # gcc prefers half of AVX-512's width unless told; the loop is bound by memory and square roots, not by the clock
 _X86_FLAGS = ("-mprefer-vector-width=512",)
 
@@ -44,9 +46,19 @@ class Compiler:
     flags: tuple[str, ...]
 
     def build(self, source: Path, library: Path, *more_flags: str) -> None:
-        """Compile `source` into the shared library `library`; a failure is a RuntimeError with the compiler's words."""
+        """Compile `source` into the shared library `library`. A failure is a RuntimeError with the compiler's words,
+        and so is a compiler that does not end.
+        """
         command = [self.command, *self.flags, *more_flags, str(source), "-o", str(library)]
-        run = subprocess.run(command, capture_output=True, text=True)
+        try:
+            run = subprocess.run(
+                command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=LIMIT_SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(
+                f"building {source.name} did not end within {LIMIT_SECONDS:.0f} s, which takes seconds: try the command "
+                f"{' '.join(command)!r}, or set CXX to another compiler"
+            ) from error
         if run.returncode:
             raise RuntimeError(f"building {source.name} failed:\n{run.stderr}")
 
@@ -55,14 +67,21 @@ def compiler() -> Compiler:
     """The compiler of $CXX, or g++; a ValueError with the settings to change when it does not run."""
     command = os.environ.get("CXX", "g++")
     try:
-        version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
+        asked = subprocess.run(
+            [command, "--version"],
+            capture_output=True,
+            text=True,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            timeout=LIMIT_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
         raise ValueError(
             f"the native host optimizer needs a C++ compiler and {command!r} does not run; install g++, set CXX, or set "
             "optimizer=torch"
         ) from error
     flags = (*_FLAGS, *(_X86_FLAGS if platform.machine() == "x86_64" else ()))
-    return Compiler(command=command, version=version, flags=flags)
+    return Compiler(command=command, version=asked.stdout, flags=flags)
 
 
 def source_of(name: str) -> Path:
@@ -74,18 +93,24 @@ def source_of(name: str) -> Path:
 def load_library(name: str) -> ctypes.CDLL:
     """The library of `csrc/{name}.cpp`. Built into $XDG_CACHE_HOME/megatrain_rl when it is not there yet.
 
-    A missing compiler is a ValueError with the settings to change, a failed build a RuntimeError with the compiler's
-    words.
+    A missing compiler and a folder that cannot be used are ValueErrors with the settings to change, a failed build is a
+    RuntimeError with the compiler's words.
     """
     source, cxx = source_of(name), compiler()
     parts = [source.read_text(), *cxx.flags, cxx.version, _processor()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatrain_rl"
     library = folder / f"{name}-{key}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / "op.so"
-            cxx.build(source, built)
-            os.replace(built, library)  # whole or not at all, also when several processes build at once
-    return ctypes.CDLL(str(library))
+    try:
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                built = Path(scratch) / "op.so"
+                cxx.build(source, built)
+                os.replace(built, library)  # whole or not at all, also when several processes build at once
+        return ctypes.CDLL(str(library))
+    except OSError as error:  # read-only, full, mounted noexec
+        raise ValueError(
+            f"the op {name} cannot be built in or loaded from {folder} ({error}): set XDG_CACHE_HOME to a folder that can be written "
+            "and run from"
+        ) from error

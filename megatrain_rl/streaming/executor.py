@@ -147,7 +147,7 @@ class StreamExecutor:
         before_backward: called once every loss is known to be finite and before the first gradient leaves.
         """
         out = self._training_sums()
-        out.drain()
+        out.begin()
         schedule = LayerSchedule(self._spec.num_layers, self._config.checkpoint_interval, train=True)
         device_packs, hidden = self._begin(packs, schedule)
         weights = self._forward(schedule, store, device_packs, hidden)

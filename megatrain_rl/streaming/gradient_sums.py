@@ -1,6 +1,7 @@
 """GradientSums: fp32 sums of a sweep's gradients on the device, and their way out into HostGradients.
 
-Made by the executor for training. What an earlier sweep has left on the host comes back, is added, and leaves again.
+Made by the executor for training. What an earlier sweep has left on the host comes back, is added, and leaves again,
+rounded as grad_slabs.py says.
 """
 
 from collections.abc import Callable
@@ -36,10 +37,18 @@ class GradientSums:
 
         self._device = device
         self._gradients = gradients
+        self._sweep = 0
+        self._num_pushed = 0
         self._slabs = GradSlabPool(
             lanes, device, num_slabs=config.num_grad_slabs, slab_numel=slab_numel, dtype=config.grad_torch_dtype,
             on_landed=landed,
         )  # fmt: skip
+
+    def begin(self) -> None:
+        """Start a sweep, when everything pushed by earlier ones has landed; raises what went wrong on their way."""
+        self.drain()
+        self._sweep = self._gradients.begin_sweep()
+        self._num_pushed = 0
 
     def new(self, block: Block) -> Tensor:
         """A sum of zeros, fp32 (layout numel,)."""
@@ -55,7 +64,10 @@ class GradientSums:
         grad_host = self._gradients.flat(block)
         if self._gradients.has(block):
             self._slabs.add_earlier(grad_host, total)
-        self._slabs.push(block, total, grad_host)
+        self._num_pushed += 1
+        # The first sweep's roundings are too few to add up: a tied matrix has two, every other block one.
+        seed = None if self._sweep == 0 else (self._sweep << 20) + self._num_pushed
+        self._slabs.push(block, total, grad_host, seed=seed)
 
     def drain(self) -> None:
         """Wait until everything pushed has landed; raises what went wrong on the way."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
 
+import ray
 import torch
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
@@ -114,7 +115,7 @@ class MegaTrainEngine(BaseEngine):
     # ---- life cycle ----
 
     def initialize(self) -> None:
-        """Take the GPU memory and begin to load the model; see loading.py.
+        """Take the GPU memory and begin to load the model; see loading.py. In SFT return when it is loaded.
 
         The reference is read here from the model's files, before any checkpoint is loaded.
         """
@@ -133,6 +134,10 @@ class MegaTrainEngine(BaseEngine):
             reference=self._keeps_reference(),
             hf_config=self.model_config.hf_config,
         )
+        if not ray.is_initialized():
+            # SFT: no rollout engine starts meanwhile, and VERL's DataLoader forks from this very process. It must not
+            # while a thread loads and compiles: a child gets the locks that such threads hold, and nobody opens them.
+            self._loading.result()
 
     @property
     def trainer(self) -> StreamTrainer:

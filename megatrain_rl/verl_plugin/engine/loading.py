@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatrain_rl.host.pinned import where_memory_lies
 from megatrain_rl.trainer import StreamTrainer
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ def load(
         except BaseException:
             trainer.close()
             raise
+        if lies := where_memory_lies():
+            print(lies, flush=True)
         # beside VERL's own start, whose phases startup_times.py prints
         print(f"trainer: loaded in {read - began:.1f} s, warmed up in {time.monotonic() - read:.1f} s", flush=True)
         return trainer

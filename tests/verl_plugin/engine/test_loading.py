@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import ray
 import torch
 import verl_cases
 
@@ -11,6 +12,12 @@ from megatrain_rl.optim import masters
 from megatrain_rl.trainer import StreamTrainer
 from megatrain_rl.verl_plugin.engine import loading
 from megatrain_rl.verl_plugin.engine.engine import MegaTrainEngine
+
+
+@pytest.fixture
+def ray_worker(monkeypatch):
+    """This process is a worker of Ray's, as in RL."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
 
 
 @pytest.fixture
@@ -23,7 +30,7 @@ def held_up(monkeypatch):
     event.set()
 
 
-def test_initialize_returns_before_the_weights_are_read(world, tiny_model, held_up):
+def test_initialize_returns_before_the_weights_are_read(world, tiny_model, held_up, ray_worker):
     engine = verl_cases.make_engine(tiny_model)
     assert not engine._loading.done()
     waiting = threading.Thread(target=lambda: verl_cases.weights(engine))
@@ -36,12 +43,30 @@ def test_initialize_returns_before_the_weights_are_read(world, tiny_model, held_
     assert engine.trainer is engine.trainer
 
 
+def test_in_sft_nothing_loads_when_verl_s_data_loader_forks(world, tiny_model, held_up):
+    """VERL's SFT trainer iterates its DataLoader, and so forks, some time after `initialize`, in the same process."""
+    engines = []
+    starting = threading.Thread(target=lambda: engines.append(verl_cases.make_engine(tiny_model)))
+    starting.start()
+    starting.join(0.5)
+    assert starting.is_alive()
+    held_up.set()
+    starting.join(60)
+    assert engines[0]._loading.done()
+
+
+def test_in_sft_an_error_of_loading_ends_the_start(world, tiny_model, monkeypatch):
+    monkeypatch.setattr(StreamTrainer, "warm_up", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        verl_cases.make_engine(tiny_model)
+
+
 def test_what_the_trainer_refuses_is_raised_at_once(world, tiny_model):
     with pytest.raises(ValueError, match="gpu_budget_gb"):
         verl_cases.make_engine(tiny_model, gpu_budget_gb=0.5)
 
 
-def test_what_the_check_refuses_is_raised_at_once(world, tiny_model, held_up, monkeypatch):
+def test_what_the_check_refuses_is_raised_at_once(world, tiny_model, held_up, ray_worker, monkeypatch):
     def refuse(self, trainer):
         raise ValueError(f"no room beside {trainer.plan.pack_tokens} tokens")
 
@@ -51,7 +76,7 @@ def test_what_the_check_refuses_is_raised_at_once(world, tiny_model, held_up, mo
 
 
 def test_an_error_of_loading_is_logged_and_raised_where_the_trainer_is_wanted(
-    world, tiny_model, held_up, monkeypatch, caplog
+    world, tiny_model, held_up, ray_worker, monkeypatch, caplog
 ):
     engine = verl_cases.make_engine(tiny_model)
     closed = []
@@ -65,7 +90,7 @@ def test_an_error_of_loading_is_logged_and_raised_where_the_trainer_is_wanted(
     assert len([record for record in caplog.records if record.name == loading.__name__]) == len(closed) == 1
 
 
-def test_the_second_trainer_plans_when_the_first_has_its_memory(world, tiny_model, held_up, monkeypatch):
+def test_the_second_trainer_plans_when_the_first_has_its_memory(world, tiny_model, held_up, ray_worker, monkeypatch):
     planned = []
     plan = trainer_module.make_plan
     monkeypatch.setattr(trainer_module, "make_plan", lambda *args, **more: (planned.append(1), plan(*args, **more))[1])
