@@ -30,6 +30,8 @@ def room(root: Path = Path("/")) -> int | None:
     """Bytes free or in file cache on the nodes that this process may use; None where it may use all that there are."""
     nodes = _listed(root / _NODES / "has_memory")
     mine = nodes & _allowed(root)
+    if len(mine) > 1:
+        mine &= _bound(root) or mine
     if not mine or mine == nodes:
         return None
     free = 0
@@ -98,6 +100,12 @@ def placement(ranges: Iterable[tuple[int, int]], root: Path = Path("/")) -> dict
 
 def _allowed(root: Path) -> set[int]:
     found = re.search(r"^Mems_allowed_list:\s*(\S+)", _text(root / "proc/self/status"), re.MULTILINE)
+    return _numbers(found[1]) if found else set()
+
+
+def _bound(root: Path) -> set[int]:
+    """The nodes that `numactl --membind` has bound this process to; none without it. The heap shows the policy."""
+    found = re.search(r"^\w+ bind\S*:([\d,-]+) .*\bheap\b", _text(root / "proc/self/numa_maps"), re.MULTILINE)
     return _numbers(found[1]) if found else set()
 
 

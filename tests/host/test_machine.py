@@ -176,6 +176,19 @@ def test_a_process_bound_to_some_nodes_has_their_memory_only(big):
     assert machine.host_limits(big)["the NUMA nodes that it is bound to"] == 120 * 1024
 
 
+def test_membind_counts_like_a_bound_process(big):
+    """`numactl --membind=1`: beyond that node's memory the kernel kills the process."""
+    node = "sys/devices/system/node"
+    tree(big, {f"{node}/has_memory": "0-1", f"{node}/node1/meminfo": "Node 1 MemFree:   100 kB"})
+    tree(big, {"proc/self/status": "Mems_allowed_list:\t0-1"})
+    for policy, left in (("default", 10**9), ("interleave:0-1", 10**9), ("bind:0-1", 10**9), ("bind=static:1", 100)):
+        tree(
+            big,
+            {"proc/self/numa_maps": f"0100 bind:0 file=/x N0=1\n0200 {policy} heap anon=4 N1=4 kernelpagesize_kB=4"},
+        )
+        assert memory(big) == left * 1024
+
+
 def test_strict_overcommit_is_a_limit(big):
     with (big / "proc/meminfo").open("a") as meminfo:
         meminfo.write("CommitLimit: 1000 kB\nCommitted_AS: 900 kB\n")
