@@ -21,8 +21,11 @@ _ENVIRONMENT = {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "600",
     "RAY_raylet_start_wait_time_s": "300",
+    "RAY_gcs_server_port_wait_time_s": "90",
     "RAY_gcs_rpc_server_connect_timeout_s": "60",
     "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_raylet_client_num_connect_attempts": "60",
+    "RAY_health_check_timeout_ms": "60000",
 }
 _LOOPBACK = {
     # Ray's own switch for clusters of one node: the node's address is then 127.0.0.1, and its servers listen there.
@@ -44,7 +47,15 @@ def fill_in(config: DictConfig) -> None:
 def stays_on_this_machine(config: DictConfig) -> bool:
     """Whether the run starts a Ray of its own, on this machine alone, and the user has given it no address."""
     import ray
+    from ray._private.services import canonicalize_bootstrap_address
 
     given = OmegaConf.select(config, "ray_kwargs.ray_init") or {}
-    joins = given.get("address", "local") not in (None, "local") or given.get("_node_ip_address") is not None
-    return not (ray.is_initialized() or joins or os.environ.get("RAY_ADDRESS"))
+    if ray.is_initialized() or given.get("_node_ip_address") is not None:
+        return False
+    address = given.get("address")
+    if address not in (None, "auto"):
+        return address == "local"
+    try:  # a cluster that is named in the environment, or that `ray start` has begun on this machine
+        return canonicalize_bootstrap_address(address, given.get("_temp_dir")) is None
+    except Exception:  # ray.init raises it again
+        return False
