@@ -6,6 +6,7 @@ user has made by hand stays as it is.
 """
 
 import os
+from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -56,6 +57,6 @@ def stays_on_this_machine(config: DictConfig) -> bool:
     if address not in (None, "auto"):
         return address == "local"
     try:  # a cluster that is named in the environment, or that `ray start` has begun on this machine
-        return canonicalize_bootstrap_address(address, given.get("_temp_dir")) is None
+        return canonicalize_bootstrap_address(cast(str, address), given.get("_temp_dir")) is None
     except Exception:  # ray.init raises it again
         return False
