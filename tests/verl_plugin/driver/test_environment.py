@@ -55,6 +55,7 @@ def test_what_is_set_by_hand_stays(monkeypatch, name):
 @pytest.mark.parametrize("name", [name for name in environment._ENVIRONMENT if not name.endswith("first_driver")])
 def test_ray_knows_the_variable(name):
     """Ray ignores a variable that it does not know."""
-    core = Path(ray.__file__).parent / "core" / "src" / "ray"
-    binaries = (core / "raylet" / "raylet", core / "gcs" / "gcs_server")
-    assert any(name.encode() in binary.read_bytes() for binary in binaries)
+    folder = Path(ray.__file__).parent
+    core = folder / "core" / "src" / "ray"
+    readers = (core / "raylet" / "raylet", core / "gcs" / "gcs_server", folder / "_private" / "node.py")
+    assert any(name.encode() in reader.read_bytes() for reader in readers)
