@@ -36,7 +36,8 @@ def told_again() -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if _NO_ANSWERS not in str(error) and _NO_KEYS not in str(error):
             raise
+        what = "batch" if _NO_ANSWERS in str(error) else "validation"
         raise RuntimeError(
-            "every answer of this batch or validation failed: the rollout engine has died or refuses the requests, or the reward "
+            f"every answer of this {what} failed: the rollout engine has died or refuses the requests, or the reward "
             "function raises; the first error stands above. " + _AGAIN
         ) from error

@@ -1,8 +1,10 @@
 """Our trainers: what they start while VERL waits, the phases they mark, what they watch; the rest is VERL's."""
 
+import importlib.util
 import inspect
 import threading
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -339,6 +341,7 @@ def died(class_name: str) -> ActorDiedError:
 
 
 DEAD_TRAINER = died("create_colocated_worker_cls.<locals>.WorkerDict")
+NO_VALIDATION = ValueError("Received an empty list as keys.")  # TransferQueue's, when VERL asks for none
 NO_ANSWERS = RuntimeError("Sync replay buffer selected terminal groups with no materializable trajectories.")
 
 
@@ -346,7 +349,8 @@ NO_ANSWERS = RuntimeError("Sync replay buffer selected terminal groups with no m
     "error, told",
     [
         (DEAD_TRAINER, "trainer's process.*host RAM.*checkpoint"),
-        (NO_ANSWERS, "every answer.*rollout engine.*reward function.*checkpoint"),
+        (NO_ANSWERS, "every answer of this batch.*rollout engine.*reward function.*checkpoint"),
+        (NO_VALIDATION, "every answer of this validation.*rollout engine.*reward function.*checkpoint"),
     ],
 )
 @pytest.mark.parametrize("where", ["init", "fit"])
@@ -376,7 +380,9 @@ def test_other_errors_pass(error):
 
 
 def test_verl_still_says_it_unclearly():
-    """VERL's code still has no better text for the two errors, and passes them on as they are."""
+    """VERL's code still has no better text for these errors, and passes them on as they are."""
+    queue = Path(importlib.util.find_spec("transfer_queue").submodule_search_locations[0])
+    assert f'"{NO_VALIDATION}"' in (queue / "client.py").read_text()
     source = inspect.getsource(replay_buffer.ReplayBuffer.sample)
     assert "no materializable trajectories" in source and "engine" not in source.split("materializable")[1][:200]
     for call in (PPOTrainer.init, PPOTrainer.fit):
