@@ -115,7 +115,7 @@ evaluate() {
 warm_up() {
   rm -f "$OUT/sft.store"
   stage "SFT warm-up" "$SFT_STEPS" sft \
-    env RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 GLOO_SOCKET_IFNAME=lo \
+    env RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo \
     DIST_INIT_METHOD="file://$OUT/sft.store?rank=0&world_size=1" \
     "$RUN_PYTHON" -m verl.trainer.sft_trainer \
     engine=megatrain optim=megatrain engine.param_dtype=$DTYPE engine.grad_dtype=float32 \

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from importlib.metadata import entry_points
 from types import ModuleType
 
 from verl_patches.post_import import on_import
@@ -26,6 +26,8 @@ from verl_patches.wrap import wrap
 
 VERSIONS = {"verl": TESTED_VERL}
 VARIABLE = "MEGATRAIN_RL_LOOPBACK"
+# The name of the entry point in pyproject.toml.
+PLUGIN = "megatrain_loopback"
 # VERL's own setting for another kind of store.
 _VERLS = "DIST_INIT_METHOD"
 _IN_VLLM = ("vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor")
@@ -60,11 +62,18 @@ def install_in_vllm() -> None:
             on_import(name, apply_to_executor)
 
 
+def reaches_vllm() -> bool:
+    """Whether vLLM will call `install_in_vllm`: an installation that is older has no entry point for it."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    there = entry_points(group="vllm.general_plugins", name=PLUGIN)
+    return bool(there) and (chosen is None or PLUGIN in chosen.split(","))
+
+
 def file_url() -> str:
     """A file of this process for one store, in a folder of its own that only this user can read."""
     folder = tempfile.mkdtemp(prefix="megatrain_rl-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return (Path(folder) / "store").as_uri()
+    return f"file://{folder}/store"  # torch takes the path as it stands: a space is no %20 to it
 
 
 @contextlib.contextmanager

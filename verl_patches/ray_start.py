@@ -3,8 +3,10 @@
 Symptom: a run on one machine listens on every interface, and Ray runs any code that it is sent; on a busy machine a run
     ends with "The current node timed out during startup".
 Cause: Ray reads its switch for clusters of one node (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) when it is imported, and VERL's
-    mains import it before any config is read. The 30 s that it waits for its node are a number in its code.
-Upstream: ray 2.60, _private/ray_constants.py:658 and _private/node.py:428. No issue known.
+    mains import it before any config is read. And it gives its node's agent 15 s, after which the node ends itself, and
+    the driver waits for it to the end of LIMIT.
+Upstream: ray 2.60, _private/ray_constants.py:658; _private/node.py:428 and raylet/node_manager.cc,
+    WaitForDashboardAgentPorts. No issue known.
 Remove when: `ray.init` has an argument for the address to listen on and one for the time to wait.
 """
 
@@ -18,6 +20,8 @@ from verl_patches.wrap import wrap
 MODULE = "ray"
 VERSIONS = {"verl": TESTED_VERL}
 SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Seconds that Ray waits for its node, in the environment.
+LIMIT = "RAY_raylet_start_wait_time_s"
 _TOO_LATE = "timed out during startup"
 
 
@@ -37,9 +41,11 @@ def apply(module: ModuleType) -> None:
             if _TOO_LATE not in str(error):
                 raise
             raise RuntimeError(
-                "Ray's node did not start within the 30 s that Ray allows: the machine is busy, or its disk is full or slow "
-                "(Ray's logs lie in /tmp/ray/session_latest/logs). Start the run again when less is going on, or start Ray "
-                "before it with `ray start --head --node-ip-address=127.0.0.1` and set ray_kwargs.ray_init.address=auto"
+                f"Ray's node did not start in time ({error}). Either this machine is busy, or its disk slow or full: start the "
+                "run again when less is going on. A node ends itself if its agent takes more than 15 s, which no setting "
+                f"changes; for a start that is slower as a whole, raise {LIMIT} (now {os.environ.get(LIMIT)}). Or a process "
+                "of Ray failed: see raylet.err and gcs_server.out in session_latest/logs of Ray's folder, /tmp/ray unless "
+                "RAY_TMPDIR is set. A Ray that already runs is used with ray_kwargs.ray_init.address=auto"
             ) from error
 
     wrap(module, "init", init, patch=__name__)

@@ -51,6 +51,7 @@ def test_patch_mends_it(tmp_path):
     [
         (["data.train_files=nothing.parquet"], r"data\.train_files.*nothing\.parquet"),
         (["data.train_files=null"], r"data\.train_files"),
+        (["data.train_files=null", "data.custom_cls.path=x.py", "trainer.resume_from_path=/no/global_step_1"], r"resume_from_path"),
         (["data.train_files=null", "data.custom_cls.path=x.py", "trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/global_step_1"], r"resume_from_path"),
     ],
 )  # fmt: skip

@@ -82,6 +82,17 @@ def test_each_group_has_a_file_of_its_own(worker):
     assert folder.stat().st_mode & 0o077 == 0, "nobody else may read it"
 
 
+def test_a_folder_with_a_space(tmp_path, monkeypatch):
+    """torch does not decode a path."""
+    from torch.distributed.rendezvous import rendezvous
+
+    (tmp_path / "a folder").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a folder"))
+    store, _, _ = next(rendezvous(loopback_stores.file_url(), rank=0, world_size=1))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
 def test_what_stays(worker, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert worker() is None
@@ -119,6 +130,22 @@ def test_vllm_finds_its_entry_point(monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
     point.load()()
     assert asked_for == list(loopback_stores._IN_VLLM)
+
+
+@pytest.mark.parametrize(
+    "chosen, reaches", [(None, True), ("other,megatrain_loopback", True), ("other", False), ("", False)]
+)
+def test_vllm_may_be_told_to_leave_it_out(monkeypatch, chosen, reaches):
+    monkeypatch.setenv("VLLM_PLUGINS", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("VLLM_PLUGINS")
+    assert loopback_stores.reaches_vllm() == reaches
+
+
+def test_an_older_installation_has_no_entry_point(monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(loopback_stores, "entry_points", lambda **selection: ())
+    assert not loopback_stores.reaches_vllm()
 
 
 def test_missing_name_raises():

@@ -43,10 +43,12 @@ def test_defect_is_still_there():
     assert start(patched=False), "the variable is set, and Ray has read it before"
 
 
-def test_patch_mends_it():
+def test_patch_mends_it(monkeypatch):
     assert not start()
-    with pytest.raises(RuntimeError, match=r"machine is busy.*ray_kwargs\.ray_init\.address"):
+    monkeypatch.setenv(ray_start.LIMIT, "90")
+    with pytest.raises(RuntimeError, match=r"machine is busy.*RAY_raylet_start_wait_time_s \(now 90\)") as told:
         start(error=Exception(TOO_LATE))
+    assert TOO_LATE in str(told.value) and "ray_kwargs.ray_init.address" in str(told.value)
 
 
 def test_other_errors_pass():

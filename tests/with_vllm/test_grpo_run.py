@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import grpo_run
+import listeners
 import psutil
 import pytest
 import vllm_venv
@@ -20,10 +21,10 @@ END_LIMIT = 60
 
 
 class Run:
-    def __init__(self, place, folder: Path, name: str):
+    def __init__(self, place, folder: Path, name: str, mark: dict[str, str]):
         self.folder, self.log = folder, folder / f"{name}.log"
         command = [place.python, *grpo_run.command(folder, place.device)]
-        environment = place.environment | grpo_run.environment(folder)
+        environment = place.environment | grpo_run.environment(folder) | mark
         self.running = vllm_venv.start(command, log=self.log, environment=environment, cwd=folder)
 
     def wait_for_step(self, step: int, *, seconds: float) -> None:
@@ -51,12 +52,15 @@ class Run:
 
 @pytest.fixture
 def start(place, tmp_path):
-    """start(name): a run, whose processes are gone at the end whatever happens."""
+    """start(name, mark): a run, whose processes are gone at the end whatever happens.
+
+    mark: variables that its environment has besides.
+    """
     grpo_run.make_workspace(tmp_path)
     runs = []
 
-    def start_run(name: str) -> Run:
-        runs.append(Run(place, tmp_path, name))
+    def start_run(name: str, mark: dict[str, str]) -> Run:
+        runs.append(Run(place, tmp_path, name, mark))
         return runs[-1]
 
     yield start_run
@@ -70,8 +74,12 @@ def test_grpo_runs_ends_and_resumes(place, start):
     The engine, then the trainer, is killed in the middle of a step: each time the run ends with one error, and the next
     goes on from the last checkpoint.
     """
-    first = start("first")
-    first.wait_for_step(3, seconds=START_LIMIT[place.device])
+    with listeners.watched() as (mark, sockets):
+        first = start("first", mark)
+        first.wait_for_step(3, seconds=START_LIMIT[place.device])
+    assert listeners.beyond_loopback(sockets) == []
+    listening = " ".join(socket.process for socket in sockets)
+    assert "ray::WorkerDict" in listening and "ray::vLLMHttpServer" in listening
     output = first.assert_ends(first.kill(ENGINE))
     assert "every answer of this batch failed: the rollout engine has died" in output or "took no weights" in output
     steps = grpo_run.metrics(first.folder)
@@ -89,7 +97,7 @@ def test_grpo_runs_ends_and_resumes(place, start):
     # a step is saved, then its weights are sent, then it is logged: the engine may have died in any of them
     assert max(steps) - 1 <= saved <= max(steps) + 1
 
-    second = start("second")
+    second = start("second", {})
     second.wait_for_step(saved + 1, seconds=START_LIMIT[place.device])
     output = second.assert_ends(second.kill(TRAINER))
     assert "the trainer's process has died" in output

@@ -146,7 +146,16 @@ def check_truncation(config: DictConfig) -> None:
 
 
 def check_reward(config: DictConfig) -> None:
-    """Raise a ValueError if the file of the user's reward function is not there, or has no such function."""
+    """Raise a ValueError if the file of the user's reward function is not there, or has no such function.
+
+    VERL's main reads nothing under the older names of these settings, and would train with its own reward.
+    """
+    for section in ("custom_reward_function", "reward_model", "sandbox_fusion"):
+        key = _first_set(OmegaConf.select(config, section))
+        if key is not None:
+            raise ValueError(
+                f"{section}.{key} is an older name that VERL's main_ppo does not read; set it under reward.*"
+            )
     given = OmegaConf.select(config, _REWARD) or {}
     text, name = given.get("path"), given.get("name")
     path = local(text) if text else None
@@ -169,6 +178,19 @@ def check_reward(config: DictConfig) -> None:
         )
 
 
+def _first_set(section: Any, prefix: str = "") -> str | None:
+    """The first key in a section, with the keys above it, whose value is not null."""
+    for key, value in (section or {}).items():
+        found = (
+            _first_set(value, f"{prefix}{key}.")
+            if isinstance(value, DictConfig)
+            else value is not None and f"{prefix}{key}"
+        )
+        if found:
+            return found
+    return None
+
+
 def resume_path(config: DictConfig) -> str | None:
     """`trainer.resume_from_path` as VERL needs it, or a ValueError. None if the run does not resume from a path.
 
@@ -177,7 +199,12 @@ def resume_path(config: DictConfig) -> str | None:
     mode, given = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode not in ("disable", "auto", "resume_path"):
         raise ValueError(f"trainer.resume_mode={mode}: must be auto, disable or resume_path")
-    if mode != "resume_path":
+    in_sft = "actor_rollout_ref" not in config  # where VERL takes the path with `auto` too
+    if mode != "resume_path" and not (mode == "auto" and in_sft and given):
+        if mode == "auto" and given is not None:
+            raise ValueError(
+                f"{_RESUME}={given} is not read with trainer.resume_mode=auto: set trainer.resume_mode=resume_path"
+            )
         return None
     if not isinstance(given, str) or not given:
         raise ValueError(f"trainer.resume_mode=resume_path needs {_RESUME}, a folder global_step_N")
@@ -215,7 +242,7 @@ def check_resumable(config: DictConfig, role: str) -> None:
 def _latest(config: DictConfig) -> Path | None:
     if config.trainer.resume_mode != "auto":
         return None
-    root = Path(str(config.trainer.default_local_dir)).absolute()
+    root = Path(os.path.expanduser(str(config.trainer.default_local_dir))).absolute()
     tracker = root / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         return None
@@ -236,7 +263,7 @@ def check_output(config: DictConfig) -> None:
 
 def expand_home(config: DictConfig) -> None:
     """Put the user's home in the place of `~` in the paths that VERL takes as they stand."""
-    for setting in ("trainer.default_local_dir", "data.train_files", "data.val_files"):
+    for setting in ("trainer.default_local_dir", "data.train_files", "data.val_files", f"{_REWARD}.path"):
         given = OmegaConf.select(config, setting)
         if isinstance(given, str) and given.startswith("~"):
             OmegaConf.update(config, setting, os.path.expanduser(given))

@@ -101,6 +101,20 @@ def test_the_reward_function(tmp_path):
     files.check_reward(run(given))
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "custom_reward_function.path=mine.py",
+        "reward_model.enable=true",
+        "reward_model.model.path=m",
+        "sandbox_fusion.url=u",
+    ],
+)
+def test_older_names_of_reward_settings(override):
+    with pytest.raises(ValueError, match=rf"{override.split('=')[0]}.*reward\."):
+        files.check_reward(run(override))
+
+
 def resuming(path: str) -> tuple[str, str]:
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path='{path}'"
 
@@ -116,6 +130,8 @@ def test_the_path_to_resume_from(tmp_path, monkeypatch):
     for given in (str(tmp_path), "global_step_x", ""):
         with pytest.raises(ValueError, match=r"trainer\.resume_from_path"):
             files.resume_path(run(*resuming(given)))
+    with pytest.raises(ValueError, match=r"trainer\.resume_from_path.*resume_mode=resume_path"):
+        files.resume_path(run("trainer.resume_mode=auto", f"trainer.resume_from_path={wanted}"))
     with pytest.raises(ValueError, match=r"trainer\.resume_mode=always"):
         files.resume_path(run("trainer.resume_mode=always"))
 
