@@ -221,13 +221,12 @@ def check_resumable(config: DictConfig, role: str) -> None:
 
     role: the folder of the trainer's state in a step's folder, "" in SFT.
     """
-    named = resume_path(config)
-    folder = Path(named) if named else _latest(config)
+    folder = _resumed_folder(config)
     if folder is None:
         return
     where = (
         f"{_RESUME}={folder}"
-        if named
+        if resume_path(config)
         else f"trainer.default_local_dir has {folder.name}, which trainer.resume_mode=auto goes on from, and it"
     )
     place = folder / role if role else folder
@@ -237,6 +236,17 @@ def check_resumable(config: DictConfig, role: str) -> None:
         raise ValueError(
             f"{where} {what}: {place} has no trainer_state.json; set another path, or trainer.resume_mode=disable"
         )
+
+
+def steps_done(config: DictConfig) -> int:
+    """The number of the step that the run goes on from; 0 if it begins anew."""
+    folder = _resumed_folder(config)
+    return 0 if folder is None else int(folder.name.removeprefix("global_step_"))
+
+
+def _resumed_folder(config: DictConfig) -> Path | None:
+    named = resume_path(config)
+    return Path(named) if named else _latest(config)
 
 
 def _latest(config: DictConfig) -> Path | None:

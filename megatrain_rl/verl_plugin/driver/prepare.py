@@ -90,12 +90,20 @@ def _settle_the_end(config: DictConfig) -> None:
     """Fill in the epochs that `trainer.total_training_steps` needs, and the checkpoint to go on from.
 
     VERL ends with its epochs, without the rest of the steps and without saving the last, which is saved at the step
-    `total_training_steps` only. With as many epochs as steps it ends there.
+    `total_training_steps` only. With as many epochs as steps it ends there. Its SFT and v0 loops look at the end only
+    after a step, so a run that has done all its steps gets no epoch.
     """
     trainer, steps = config.trainer, config.trainer.total_training_steps
     with open_dict(trainer):
         if steps is not None:
-            trainer.total_epochs = max(trainer.total_epochs, steps)
+            done = files.steps_done(config)
+            trainer.total_epochs = max(trainer.total_epochs, steps) if done < steps else 0
+            if done >= steps:
+                log.warning(
+                    "trainer.total_training_steps=%d: the run goes on from step %d, nothing is left to train",
+                    steps,
+                    done,
+                )
         named = files.resume_path(config)
         if named is not None:
             trainer.resume_from_path = named

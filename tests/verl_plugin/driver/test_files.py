@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from verl_cases import OURS, RUN, composed, write_prompts
+from verl_cases import OURS, RUN, composed, data_file, write_prompts
 
 from megatrain_rl.verl_plugin.driver import files, prepare
 
@@ -187,6 +187,24 @@ def test_what_is_filled_in(tmp_path, monkeypatch):
     assert config.data.train_files == str(tmp_path / "d" / "train.parquet") == config.data.val_files[0]
     assert config.trainer.default_local_dir == str(tmp_path / "run")
     assert config.trainer.resume_from_path == str(tmp_path / "run" / "global_step_3")
+
+
+@pytest.mark.parametrize("sft", [False, True])
+@pytest.mark.parametrize("done, epochs", [(7, 8), (8, 0), (9, 0)])
+def test_a_run_that_has_done_its_steps_gets_no_epoch(tmp_path, caplog, sft, done, epochs):
+    """VERL's SFT loop and its older RL trainer would train one step more."""
+    whole(tmp_path / f"global_step_{done}" / ("" if sft else "actor"))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(done))
+    ends = [f"trainer.default_local_dir={tmp_path}", "trainer.total_epochs=2", "trainer.total_training_steps=8"]
+    if sft:
+        data = f"data.train_files={data_file()}"
+        config = composed("engine=megatrain", "optim=megatrain", data, *ends, name="sft_trainer_engine")
+        prepare.prepare_sft(config)
+    else:
+        config = run("trainer.logger=[console]", *ends)
+        prepare.prepare(config)
+    assert config.trainer.total_epochs == epochs
+    assert ("nothing is left to train" in caplog.text) == (epochs == 0)
 
 
 def test_epochs_without_a_number_of_steps_stay():
