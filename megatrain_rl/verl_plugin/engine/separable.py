@@ -41,8 +41,10 @@ def unbound(loss_function: Callable | None) -> tuple[Callable | None, object]:
 
 def _is_separable_mode(config: ActorConfig) -> bool:
     mode = config.policy_loss.get("loss_mode", "vanilla")
-    if core_algos.get_policy_loss_fn(mode).__module__ != core_algos.__name__:
-        return False  # a user's function under a name of VERL's
+    # A user's function may be registered under a name of VERL's, and a decorator may have copied the names of VERL's
+    # function to it. Where it was written stays with it.
+    if getattr(core_algos.get_policy_loss_fn(mode), "__globals__", None) is not vars(core_algos):
+        return False
     return mode in _SEPARABLE_MODES and not (mode == "bypass_mode" and _weighs_by_the_batch(config))
 
 
