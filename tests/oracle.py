@@ -29,6 +29,12 @@ def token_stats(model: nn.Module, sequences: list[Tensor], temperature: list[flo
     return OracleStats(log_probs=log_probs, entropies=entropies)
 
 
+def log_probs_T(model: nn.Module, sequences: list[Tensor]) -> Tensor:
+    """(T,) on the CPU, of the sequences laid end to end as one pack, at temperature 1: 0 at each one's last token."""
+    truth = token_stats(model, sequences, [1.0] * len(sequences)).log_probs
+    return torch.cat([torch.cat([t.detach().cpu(), torch.zeros(1)]) for t in truth])
+
+
 def adamw_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_grad: float | None) -> float:
     """Clip, step, zero; returns the norm before clipping."""
     limit = clip_grad if clip_grad else float("inf")

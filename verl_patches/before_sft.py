@@ -8,11 +8,11 @@ Upstream: verl 0.9.1, trainer/sft_trainer.py:356 and :464 (the mains call `auto_
 Remove when: VERL asks an engine, or a plug-in, to check the config of an SFT run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from verl_patches.ours import STRATEGY
+from verl_patches.ours import our_roles
 from verl_patches.versions import TESTED_VERL
 from verl_patches.wrap import wrap
 
@@ -24,7 +24,7 @@ def apply(module: ModuleType, prepare: Callable[[Any], None]) -> None:
     """Have `prepare` called with the config of every SFT run of ours, ahead of everything else."""
 
     def auto_set_device(function, config, *args, **kwargs):
-        if isinstance(config, Mapping) and (config.get("engine") or {}).get("strategy") == STRATEGY:
+        if "engine" in our_roles(config):
             prepare(config)
         return function(config, *args, **kwargs)
 

@@ -14,7 +14,7 @@ At the bound torch first frees the blocks that nobody uses, and only then report
 import os
 from types import ModuleType
 
-from verl_patches.ours import is_our_rollout, rollout_plan
+from verl_patches.ours import rollout_plan
 from verl_patches.versions import TESTED_VERL
 from verl_patches.wrap import wrap
 
@@ -29,8 +29,8 @@ OPTION = "per_process_memory_fraction"
 def apply(module: ModuleType) -> None:
     def make(init, self, *args, **kwargs):
         init(self, *args, **kwargs)
-        fraction = rollout_plan(self.config.custom).get("engine_torch_fraction")
-        if is_our_rollout(self.config) and fraction is not None:
+        fraction = rollout_plan(self.config.custom).get("engine_torch_fraction")  # of a rollout of ours alone
+        if fraction is not None:
             _set(fraction)  # the engine's processes start later, in launch_server
 
     wrap(module.vLLMHttpServer, "__init__", make, patch=__name__)

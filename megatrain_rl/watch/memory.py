@@ -100,14 +100,9 @@ class MemoryWatch:
         if not seen:
             return {}
         trainer, engine = by_role["trainer"], by_role["engine"]
-        both = trainer + engine
         return {
-            "trainer_gpu": trainer,
-            "engine_gpu": engine,
-            "both_gpu": both,
-            "device_gpu": whole,
-            "device_free": free,
-        }
+            "trainer_gpu": trainer, "engine_gpu": engine, "both_gpu": trainer + engine, "device_gpu": whole, "device_free": free,
+        }  # fmt: skip
 
 
 def open_gpus() -> GpuProcesses | None:

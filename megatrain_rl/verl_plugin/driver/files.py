@@ -49,48 +49,43 @@ def check_data(config: DictConfig) -> None:
 
 def _check_files(data: DictConfig, name: str) -> int | None:
     """The number of rows, or None if a file is not local."""
-    given = data[name]
     total: int | None = 0
-    for text in given if isinstance(given, ListConfig | list) else [given]:
-        path = local(str(text))
+    for path in _paths(data, name):
         if path is None:
             total = None
             continue
-        if not path.is_file():
-            raise ValueError(f"data.{name}: there is no file {path}")
-        rows = _read(path, f"data.{name}")
-        first = list(rows.first)
+        first, count = _read(path, f"data.{name}")
         if not first:
             raise ValueError(f"data.{name}: {path} has no rows")
         for number, row in enumerate(first):
             _check_prompt(row, number, path, data)
-        total = None if total is None else total + rows.count
+        total = None if total is None else total + count
     return total
 
 
+def _paths(data: DictConfig, name: str) -> Iterator[Path | None]:
+    """The files of a setting, None for one that VERL fetches. A ValueError for one that is not there."""
+    given = data.get(name)
+    for text in given if isinstance(given, ListConfig | list) else [given]:
+        path = local(str(text)) if text else None
+        if path is not None and not path.is_file():
+            raise ValueError(f"data.{name}: there is no file {path}")
+        yield path
+
+
 def check_sft_data(config: DictConfig) -> None:
-    """Raise a ValueError for files of an SFT run that are not there, or have fewer rows than a batch."""
+    """Raise a ValueError for files of an SFT run that are not there."""
     data = config.data
     if OmegaConf.select(config, "data.custom_cls.path"):
         return
     for name in ("train_files", "val_files"):
-        given = data.get(name)
-        for text in given if isinstance(given, ListConfig | list) else [given]:
-            path = local(str(text)) if text else None
-            if path is not None and not path.is_file():
-                raise ValueError(f"data.{name}: there is no file {path}")
+        list(_paths(data, name))  # SFT may have no validation
     if not data.get("train_files"):
         raise ValueError("data.train_files is not set")
 
 
-class _Rows:
+def _read(path: Path, setting: str) -> tuple[list[dict[str, Any]], int]:
     """The first rows of a file, and how many there are."""
-
-    def __init__(self, first: list[dict[str, Any]], count: int):
-        self.first, self.count = first, count
-
-
-def _read(path: Path, setting: str) -> _Rows:
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as parquet
@@ -98,10 +93,10 @@ def _read(path: Path, setting: str) -> _Rows:
             with parquet.ParquetFile(path) as file:
                 batches = file.iter_batches(batch_size=_ROWS_LOOKED_AT)
                 first = next(batches, None)
-                return _Rows([] if first is None else first.to_pylist(), file.metadata.num_rows)
+                return [] if first is None else first.to_pylist(), file.metadata.num_rows
         if path.suffix in (".json", ".jsonl"):
             rows = list(_json_rows(path))
-            return _Rows(rows[:_ROWS_LOOKED_AT], len(rows))
+            return rows[:_ROWS_LOOKED_AT], len(rows)
     except Exception as error:  # pyarrow's own errors have no common class
         raise ValueError(f"{setting}: {path} cannot be read: {error}") from error
     raise ValueError(f"{setting}: {path} is neither .parquet nor .json or .jsonl, which VERL reads")
@@ -181,12 +176,11 @@ def check_reward(config: DictConfig) -> None:
 def _first_set(section: Any, prefix: str = "") -> str | None:
     """The first key in a section, with the keys above it, whose value is not null."""
     for key, value in (section or {}).items():
-        found = (
-            _first_set(value, f"{prefix}{key}.")
-            if isinstance(value, DictConfig)
-            else value is not None and f"{prefix}{key}"
-        )
-        if found:
+        if not isinstance(value, DictConfig):
+            found = None if value is None else f"{prefix}{key}"
+        else:
+            found = _first_set(value, f"{prefix}{key}.")
+        if found is not None:
             return found
     return None
 
@@ -252,7 +246,7 @@ def _resumed_folder(config: DictConfig) -> Path | None:
 def _latest(config: DictConfig) -> Path | None:
     if config.trainer.resume_mode != "auto":
         return None
-    root = Path(os.path.expanduser(str(config.trainer.default_local_dir))).absolute()
+    root = output_folder(config)
     tracker = root / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         return None
@@ -262,13 +256,17 @@ def _latest(config: DictConfig) -> Path | None:
 
 def check_output(config: DictConfig) -> None:
     """Raise a ValueError if the folder of checkpoints cannot be one."""
-    given = config.trainer.default_local_dir
-    folder = Path(os.path.expanduser(str(given))).absolute()
+    given, folder = config.trainer.default_local_dir, output_folder(config)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"trainer.default_local_dir={given}: {there} is a file")
     if not os.access(there, os.W_OK):
         raise ValueError(f"trainer.default_local_dir={given}: {there} cannot be written")
+
+
+def output_folder(config: DictConfig) -> Path:
+    """`trainer.default_local_dir`, which has the checkpoints, as an absolute path."""
+    return Path(os.path.expanduser(str(config.trainer.default_local_dir))).absolute()
 
 
 def expand_home(config: DictConfig) -> None:

@@ -112,9 +112,8 @@ def _torch_beyond(config: DictConfig) -> int:
 
 def _vocabulary(config: DictConfig) -> int:
     """The number of tokens that the model knows, from its config.json if that is local."""
-    file = Path(os.path.expanduser(str(config.actor_rollout_ref.model.path))) / "config.json"
     try:
-        model = json.loads(file.read_text())
+        model = json.loads((model_folder(config) / "config.json").read_text())
         return int(model.get("vocab_size") or model["text_config"]["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return _LARGE_VOCABULARY
@@ -190,9 +189,14 @@ def gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
 
 
+def model_folder(config: DictConfig) -> Path:
+    """Where the model lies, if it is local; of a name on the hub, a path at which nothing is."""
+    return Path(os.path.expanduser(str(config.actor_rollout_ref.model.path)))
+
+
 def engine_weight_bytes(config: DictConfig) -> int | None:
     """Bytes of the rollout engine's weights, from the files of a local model; None if the model is not local yet."""
-    files = list(Path(os.path.expanduser(str(config.actor_rollout_ref.model.path))).glob("*.safetensors"))
+    files = list(model_folder(config).glob("*.safetensors"))
     if not files:
         return None
     total = sum(file.stat().st_size for file in files)

@@ -1,4 +1,4 @@
-"""A run's data, loggers, context and disk are checked in the driver, before Ray starts.
+"""A run's loggers, context, mini-batches and disk are checked in the driver, before Ray starts.
 
 Without these checks the run would fail minutes after its start, or would train on something else than was meant.
 Called by prepare.py.
@@ -10,13 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from megatrain_rl.config import StreamConfig
-from megatrain_rl.verl_plugin.driver.gpu_share import AUTO
+from megatrain_rl.verl_plugin.driver.files import output_folder
+from megatrain_rl.verl_plugin.driver.gpu_share import AUTO, model_folder
 from verl_patches.ours import is_ours
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def check_disk(config: DictConfig) -> None:
     """
     if config.trainer.save_freq <= 0 or not _trains(config):
         return
-    folder = Path(os.path.expanduser(str(config.trainer.default_local_dir))).absolute()
+    folder = output_folder(config)
     if next(folder.glob("global_step_*"), None) is not None:
         return  # the run goes on from a checkpoint: its bytes are on the disk already, and may be replaced
     needed = checkpoint_bytes(config)
@@ -195,7 +195,7 @@ def _positions(config: DictConfig) -> int | None:
 
 
 def _local_model(config: DictConfig) -> "PretrainedConfig | None":
-    folder = Path(os.path.expanduser(str(config.actor_rollout_ref.model.path)))
+    folder = model_folder(config)
     if not (folder / "config.json").is_file():
         return None
     from transformers import AutoConfig
