@@ -17,4 +17,6 @@ fi
 # deepspeed has no wheels: it is built against the torch that is installed, its own ops on first use
 DS_BUILD_OPS=0 "$python" -m uv pip install --quiet --python "$python" \
     --no-build-isolation-package deepspeed --editable ".[dev,deepspeed,bench]"
+# there, not in the home folder, where a build that was killed leaves a lock for which everybody waits
+export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$(cd "$venv" && pwd)/torch_extensions}
 exec "$python" -m pytest "$@"

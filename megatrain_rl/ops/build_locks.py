@@ -24,8 +24,13 @@ _TOLD_AFTER_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 
 
-def wait_for_build(name: str, *, wanted_by: str) -> None:
-    """Return when nobody builds the op `name`. A ValueError that names the file when that takes too long."""
+def wait_for_builds(*names: str, wanted_by: str) -> None:
+    """Return when nobody builds the ops `names`. A ValueError that names the file when that takes too long."""
+    for name in names:
+        _wait_for_build(name, wanted_by)
+
+
+def _wait_for_build(name: str, wanted_by: str) -> None:
     lock = build_folder(name) / "lock"
     began = time.monotonic()
     told = False

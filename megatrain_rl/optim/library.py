@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatrain_rl.config import AdamWConfig
 from megatrain_rl.ops.adamw import join_master, split_master
-from megatrain_rl.ops.build_locks import wait_for_build
+from megatrain_rl.ops.build_locks import wait_for_builds
 
 # Bounds the fp32 scratch to 128 MB.
 _CHUNK = 1 << 24
@@ -74,7 +74,7 @@ def deepspeed_cpu_adam(parameters: Iterable[nn.Parameter], adamw: AdamWConfig) -
         raise ValueError(
             "optimizer=deepspeed: deepspeed is not installed; pip install megatrain-rl[deepspeed]"
         ) from error
-    wait_for_build("cpu_adam", wanted_by="DeepSpeed's AdamW (optimizer=deepspeed)")
+    wait_for_builds("cpu_adam", wanted_by="DeepSpeed's AdamW (optimizer=deepspeed)")
     return DeepSpeedCPUAdam(
         parameters, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, adamw_mode=True
     )

@@ -21,6 +21,8 @@ from megatrain_rl.bench.peers import run as peers
 from megatrain_rl.bench.peers.model import MicroBatch, PeerModel
 from megatrain_rl.bench.peers.run import run_worker
 from megatrain_rl.bench.peers.worker import PREFIX
+from megatrain_rl.bench.peers.zero3 import BUILT_OPS, Zero3Engine
+from megatrain_rl.ops import build_locks
 
 CPU = torch.device("cpu")
 
@@ -86,7 +88,8 @@ def test_peers_run_and_agree(run_bench):
         "--case",
         "a=70",
     )
-    sizes = ("--micro-batch-tokens", "40", "--set", "pack_tokens=40")
+    # the limit is for zero3 on a busy machine: it builds two ops of DeepSpeed first
+    sizes = ("--micro-batch-tokens", "40", "--set", "pack_tokens=40", "--time-limit", "900")
     written = run_bench("peers", *words, *sizes, "--engine", "zero3", "--engine", "fsdp2", "--engine", "stream")
     figures = written.figures("a")
     for engine in ("zero3_", "fsdp2_", ""):
@@ -97,6 +100,22 @@ def test_peers_run_and_agree(run_bench):
     for engine in ("zero3", "fsdp2"):
         for (loss, norm), (our_loss, our_norm) in zip(losses_and_norms(written.raw, engine), ours, strict=True):
             assert loss == pytest.approx(our_loss, abs=1.5e-3) and norm == pytest.approx(our_norm, rel=0.15)
+
+
+def test_zero3_waits_for_the_lock_of_a_killed_build_within_limits(tmp_path, monkeypatch):
+    """Without the limit this test would not end: the process group's op is built before the optimizer's."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(build_locks, "ABANDONED_SECONDS", 0.0)
+    monkeypatch.setattr(build_locks, "_TOLD_AFTER_SECONDS", 0.0)
+    for op in BUILT_OPS:
+        lock = tmp_path / op / "lock"
+        lock.parent.mkdir()
+        lock.touch()
+        with pytest.raises(ValueError, match="the engine zero3") as error:
+            Zero3Engine(tiny.config(layers=1), CPU, micro_batch_tokens=8, seed=0)
+        assert str(lock) in str(error.value)
+        lock.unlink()
 
 
 def test_no_negative_settling(run_bench):

@@ -63,7 +63,7 @@ def test_the_optimizer_s_wait_ends_and_names_the_file(lock, monkeypatch):
 
 def test_it_is_told_meanwhile_and_goes_on_when_the_file_is_gone(lock, caplog, when_told):
     when_told(lock.unlink)  # as the line advises
-    build_locks.wait_for_build("cpu_adam", wanted_by="optimizer=deepspeed")
+    build_locks.wait_for_builds("cpu_adam", wanted_by="optimizer=deepspeed")
     [line] = caplog.messages
     assert str(lock) in line and "no process" in line
 
@@ -71,14 +71,14 @@ def test_it_is_told_meanwhile_and_goes_on_when_the_file_is_gone(lock, caplog, wh
 def test_one_that_builds_is_named_and_waited_for_longer(lock, builder, monkeypatch, caplog, when_told):
     monkeypatch.setattr(build_locks, "ABANDONED_SECONDS", 0.0)
     when_told(lock.unlink)  # as torch does when it has built
-    build_locks.wait_for_build("cpu_adam", wanted_by="optimizer=deepspeed")
+    build_locks.wait_for_builds("cpu_adam", wanted_by="optimizer=deepspeed")
     assert f"process {builder.pid} " in caplog.text
 
 
 def test_one_that_builds_for_ever_is_named_in_the_error(lock, builder, monkeypatch):
     monkeypatch.setattr(build_locks, "LIMIT_SECONDS", 0.1)
     with pytest.raises(ValueError, match=f"process {builder.pid} "):
-        build_locks.wait_for_build("cpu_adam", wanted_by="optimizer=deepspeed")
+        build_locks.wait_for_builds("cpu_adam", wanted_by="optimizer=deepspeed")
     builder.kill()
     builder.wait()
     assert build_locks.builder_of(lock) is None
@@ -86,8 +86,8 @@ def test_one_that_builds_for_ever_is_named_in_the_error(lock, builder, monkeypat
 
 def test_without_a_lock_nothing_is_said(lock, caplog):
     lock.unlink()
-    build_locks.wait_for_build("cpu_adam", wanted_by="optimizer=deepspeed")
-    build_locks.wait_for_build("another_op", wanted_by="optimizer=deepspeed")
+    build_locks.wait_for_builds("cpu_adam", wanted_by="optimizer=deepspeed")
+    build_locks.wait_for_builds("another_op", wanted_by="optimizer=deepspeed")
     assert not caplog.messages
 
 

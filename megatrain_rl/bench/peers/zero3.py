@@ -12,7 +12,11 @@ from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.data import PolicyGradientSurrogate
 from megatrain_rl.bench.peers.engine import ADAMW
 from megatrain_rl.bench.peers.model import MicroBatch, PeerModel
+from megatrain_rl.ops.build_locks import wait_for_builds
 from megatrain_rl.optim.library import deepspeed_cpu_adam
+
+# What DeepSpeed builds on first use here; the process group's only on the CPU.
+BUILT_OPS = ("deepspeed_shm_comm", "pin_memory", "cpu_adam")
 
 
 def zero3_config() -> dict:
@@ -46,6 +50,7 @@ class Zero3Engine:
         import deepspeed
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+        wait_for_builds(*BUILT_OPS, wanted_by="the engine zero3")
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
         self._device = device
         self.pack_tokens = micro_batch_tokens
