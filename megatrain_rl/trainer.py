@@ -11,6 +11,7 @@ Not thread-safe: one caller at a time. The host optimizer has a thread of its ow
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatrain_rl import checkpoint
 from megatrain_rl.batch import PackedBatch
+from megatrain_rl.checkpoint import training_state
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.host.gradients import HostGradients
 from megatrain_rl.host.lifetime import Lifetime
@@ -74,7 +75,7 @@ class StreamTrainer:
         for line in (f"streaming {spec.num_parameters / 1e9:.2f} B parameters", *self.plan.table()):
             log.info(line)
         self._reference: WeightStore | None = None
-        self._model_dir: Path | None = None
+        self._companions = Companions()
         self._update: Update | None = None  # forward only
         self._life = Lifetime()
         with self._closed_on_error():
@@ -123,7 +124,7 @@ class StreamTrainer:
         spec = decoder_spec(hf_config or reader.config())
         check_folder(spec, reader)
         trainer = cls(spec, config, adamw, schedule, torch.device(device), reference=reference, on_reserved=on_reserved)
-        trainer._model_dir = reader.directory
+        trainer._companions = Companions.read(reader.directory)
         with trainer._closed_on_error():
             read_masters(trainer._store, trainer._optimizer, reader)
             if reference:
@@ -270,22 +271,22 @@ class StreamTrainer:
     def save_checkpoint(
         self, directory: str | Path, *, tokenizer: Saveable | None = None, generation_config: Saveable | None = None
     ) -> None:
-        """Write the complete state; see `megatrain_rl.checkpoint` for the layout and for what is never overwritten.
+        """Write the complete state; `megatrain_rl.checkpoint` says what is written and what is never overwritten.
 
-        tokenizer, generation_config: saved with the weights; None copies the files of the model's folder.
+        tokenizer, generation_config: saved with the weights; None writes the files of the model's folder.
         """
         self._wait_for_optimizer()
-        companions = Companions(source=self._model_dir, tokenizer=tokenizer, generation_config=generation_config)
+        companions = replace(self._companions, tokenizer=tokenizer, generation_config=generation_config)
         state: dict[str, Any] = {"skipped_steps": 0}
         if self._update is not None:
             state = self._update.state_dict() | {"schedule": self.schedule.state_dict()}
-        checkpoint.save(Path(directory), self.spec, self._store, self._optimizer, state, companions)
+        training_state.save(Path(directory), self.spec, self._store, self._optimizer, state, companions)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Restore the complete state, also after a failed update. Gradients are dropped; the reference stays. A
         ValueError before anything changes if the checkpoint is not whole."""
         self._life.require_open()
-        checked = checkpoint.check(Path(directory), self.spec, self._optimizer)
+        checked = training_state.check(Path(directory), self.spec, self._store, self._optimizer)
         if self._update is not None:
             self._drop_gradients()
             self._update.optimizer.settle()

@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 GPU_PARTS = {
     # numbers at tiny sizes
     "gpu_part1": (
-        "test_head.py", "test_trainer.py", "test_checkpoint.py", "test_invariance.py", "test_overlap.py", "host", "optim",
+        "test_head.py", "test_trainer.py", "checkpoint", "test_invariance.py", "test_overlap.py", "host", "optim",
         "transfer/test_arena.py", "transfer/test_transfer.py", "model/test_attention_gpu.py", "examples",
     ),
     # real widths: compilation, and memory under the hard cap

@@ -3,7 +3,7 @@
 The configuration says which tensors a model has and the files hold tensors by name. Where the two disagree,
 transformers may draw a missing tensor at random, leave out one that it does not know, or load two matrices where the
 configuration says one. A trainer that went on from there would train another model than the one that was meant. Called
-by trainer.py and checkpoint.py.
+by trainer.py and checkpoint/training_state.py.
 """
 
 import logging

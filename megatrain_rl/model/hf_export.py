@@ -1,9 +1,9 @@
 """A trained model is written as a folder that transformers (4 and 5) and vLLM load by itself, with its tokenizer."""
 
 import json
-import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatrain_rl.model.hf_io import INDEX
+
+log = logging.getLogger(__name__)
 
 SHARD_BYTES = 2 << 30
 _TOKENIZER_FILES = (
@@ -32,21 +34,36 @@ class Saveable(Protocol):
 class Companions:
     """What lies beside the weights.
 
-    source: a folder whose tokenizer and generation files are copied; None copies nothing.
-    tokenizer, generation_config: as they were used; saved in the place of the source's files.
+    files: contents by their paths from the folder, as they were when the model was read; it may be gone when a
+        checkpoint is written.
+    tokenizer, generation_config: as they were used; saved in the place of such files.
     """
 
-    source: Path | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
     tokenizer: Saveable | None = None
     generation_config: Saveable | None = None
 
+    @classmethod
+    def read(cls, source: Path) -> "Companions":
+        """The tokenizer and generation files of a model's folder. What cannot be read is told and left out."""
+        files = {}
+        for pattern in (*_TOKENIZER_FILES, *_OTHER_FILES):
+            for path in source.glob(pattern):
+                for file in path.rglob("*") if path.is_dir() else (path,):
+                    if file.is_dir():
+                        continue
+                    try:
+                        files[str(file.relative_to(source))] = file.read_bytes()
+                    except OSError as error:  # a link to nothing, say
+                        log.warning("%s cannot be read and will be in no checkpoint: %s", file, error)
+        return cls(files=files)
+
     def write(self, directory: Path) -> None:
-        if self.source is not None:
-            patterns = _OTHER_FILES if self.tokenizer is not None else (*_TOKENIZER_FILES, *_OTHER_FILES)
-            # one name may match several patterns
-            for file in {file for pattern in patterns for file in self.source.glob(pattern)}:
-                copy = shutil.copytree if file.is_dir() else shutil.copyfile
-                copy(file, directory / file.name)
+        for name, content in self.files.items():
+            if self.tokenizer is not None and name not in _OTHER_FILES:
+                continue
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_bytes(content)
         for part in (self.tokenizer, self.generation_config):
             if part is not None:
                 part.save_pretrained(directory)

@@ -1,6 +1,8 @@
 """A written folder has the tokenizer that was used, and a config that transformers 4 and 5 understand alike."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -53,9 +55,22 @@ def test_files_of_the_models_folder_are_copied(tmp_path):
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("x")
     for name in (*names, "pytorch_model.bin", "optimizer.pt"):
         (source / name).write_text(name)
-    write(tmp_path / "m", tiny.config(), Companions(source=source))
+    write(tmp_path / "m", tiny.config(), Companions.read(source))
     there = {str(f.relative_to(tmp_path / "m")) for f in (tmp_path / "m").rglob("*") if f.is_file()}
     assert there == {*names, "additional_chat_templates/tool_use.jinja", "config.json", "model.safetensors"}
+
+
+def test_files_are_read_when_the_model_is(tmp_path, caplog):
+    """The folder may be gone when a checkpoint is written, and a link to nothing is told at the start."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("kept")
+    (source / "tokenizer.model").symlink_to(tmp_path / "nowhere")
+    companions = Companions.read(source)
+    shutil.rmtree(source)
+    assert "tokenizer.model" in caplog.text
+    write(tmp_path / "m", tiny.config(), companions)
+    assert (tmp_path / "m" / "tokenizer.json").read_text() == "kept"
 
 
 def test_the_tokenizer_that_was_used_takes_the_place_of_the_models(tmp_path):
@@ -64,7 +79,7 @@ def test_the_tokenizer_that_was_used_takes_the_place_of_the_models(tmp_path):
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     (tmp_path / "source" / "chat_template.jinja").write_text("another")
     generation = GenerationConfig(eos_token_id=7, max_new_tokens=3)
-    companions = Companions(source=tmp_path / "source", tokenizer=tokenizer, generation_config=generation)
+    companions = replace(Companions.read(tmp_path / "source"), tokenizer=tokenizer, generation_config=generation)
     write(tmp_path / "m", tiny.config(), companions)
     again = AutoTokenizer.from_pretrained(tmp_path / "m")
     messages = [{"role": "user", "content": "ab"}]

@@ -16,7 +16,7 @@ from megatrain_rl.ops.build_locks import wait_for_builds
 from megatrain_rl.optim.library import deepspeed_cpu_adam
 
 # What DeepSpeed builds on first use here; the process group's only on the CPU.
-BUILT_OPS = ("deepspeed_shm_comm", "pin_memory", "cpu_adam")
+BUILT_OPS = ("deepspeed_shm_comm", "cpu_adam")
 
 
 def zero3_config() -> dict:

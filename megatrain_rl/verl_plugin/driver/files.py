@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from megatrain_rl import checkpoint
+from megatrain_rl.checkpoint.folder import is_complete
 
 _ROWS_LOOKED_AT = 64
 _BATCH = "data.train_batch_size"
@@ -225,7 +225,7 @@ def check_resumable(config: DictConfig, role: str) -> None:
     )
     place = folder / role if role else folder
     beside = place.with_name(f"{place.name}.old")  # where a crash may have left it
-    if not checkpoint.is_complete(place) and not checkpoint.is_complete(beside):
+    if not is_complete(place) and not is_complete(beside):
         what = "is of another engine or not complete" if place.exists() else "is not there"
         raise ValueError(
             f"{where} {what}: {place} has no trainer_state.json; set another path, or trainer.resume_mode=disable"

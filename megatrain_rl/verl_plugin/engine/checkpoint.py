@@ -8,11 +8,13 @@ import logging
 import re
 from pathlib import Path
 
-from megatrain_rl import checkpoint
+from megatrain_rl.checkpoint import folder
 
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"global_step_(\d+)")
+# VERL's SFT trainer puts its data loader's state into the checkpoint's own folder.
+_LOADER_STATE = "data_*.pt"
 
 
 def require(local_path: str) -> str:
@@ -20,7 +22,7 @@ def require(local_path: str) -> str:
 
     A checkpoint that a crash has left beside its place is put back first.
     """
-    checkpoint.recover(Path(local_path))
+    folder.recover(Path(local_path))
     if not Path(local_path).is_dir():
         raise ValueError(
             f"no checkpoint at {local_path}: set trainer.resume_from_path to a global_step_N folder, "
@@ -65,17 +67,22 @@ def _remove_all_but(local_path: str, keep: int | None, *, saved: bool) -> list[P
         if step > newest or path.is_symlink() or (step == newest and not saved):
             continue
         content = path / this.name if in_role else path
-        if checkpoint.is_complete(content):
+        if folder.is_complete(content):
             whole[step] = content
-        elif step < newest and checkpoint.is_ours(content):
+        elif step < newest and folder.is_ours(content):
             removed.append(content)  # begun and never finished: no step can be resumed from it
         unfinished = content.with_name(content.name + ".tmp")
-        if step < newest and checkpoint.is_ours(unfinished):
+        if step < newest and folder.is_ours(unfinished):
             removed.append(unfinished)
     removed += [whole[step] for step in sorted(whole)[:-keep] if step != resumable]
-    for path in removed:
-        checkpoint.remove(path)
-        logger.info("removed checkpoint %s (max_ckpt_to_keep=%d)", path, keep)
+    for path in list(removed):
+        if not in_role:
+            for file in path.glob(_LOADER_STATE):
+                file.unlink()
+        if folder.remove(path):
+            logger.info("removed checkpoint %s (max_ckpt_to_keep=%d)", path, keep)
+        else:  # what others put there is all that is left of it
+            removed.remove(path)
     return removed
 
 

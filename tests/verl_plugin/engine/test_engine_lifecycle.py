@@ -228,6 +228,26 @@ def test_pruning_leaves_foreign_folders(tmp_path, role):
 
 
 @pytest.mark.parametrize("role", ["", "actor"])
+def test_pruning_leaves_what_others_put_into_a_checkpoint(tiny_model, tmp_path, role):
+    """But not the state of VERL's data loader, which it puts beside a checkpoint of an SFT run."""
+    engine = make_engine(tiny_model)
+    for step in (1, 2, 3):
+        place = tmp_path / f"global_step_{step}" / role
+        engine.save_checkpoint(local_path=str(place), global_step=step)
+        if not role:
+            (place / "data_0.pt").write_text("position")
+    card = tmp_path / "global_step_1" / role / "huggingface" / "README.md"
+    card.write_text("card")
+    newest = str(tmp_path / "global_step_3" / role)
+    assert len(checkpoint.remove_oldest(newest, keep=1)) == 2
+    assert checkpoint.remove_oldest(newest, keep=1) == [], "nothing of ours is left"
+    assert card.read_text() == "card" and not (tmp_path / "global_step_1" / role / "data_0.pt").exists()
+    assert not (tmp_path / "global_step_2" / role).exists() and steps_left(tmp_path, role) == [3]
+    engine.save_checkpoint(local_path=str(tmp_path / "global_step_1" / role), global_step=1)
+    assert steps_left(tmp_path, role) == [1, 3]
+
+
+@pytest.mark.parametrize("role", ["", "actor"])
 def test_what_a_crash_left_beside_its_place_can_be_resumed(tiny_model, tmp_path, role):
     engine = make_engine(tiny_model)
     train(engine, 0)

@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatrain_rl import checkpoint
+from megatrain_rl.checkpoint import folder, generators, training_state
 from megatrain_rl.config import AdamWConfig, StreamConfig
+from megatrain_rl.model.hf_export import Companions
 from megatrain_rl.optim.lr_schedule import LRSchedule
 from megatrain_rl.optim.update import State
 from megatrain_rl.trainer import StreamTrainer
@@ -128,7 +129,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(tmp_path, monkeypatc
     trainer.save_checkpoint(tmp_path / "c")
     kept = state(trainer)
     train(trainer, 1)
-    monkeypatch.setattr(checkpoint, "_rng_tensors", lambda: 1 / 0)
+    monkeypatch.setattr(generators, "write", lambda file: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.save_checkpoint(tmp_path / "c")
     monkeypatch.undo()
@@ -163,7 +164,7 @@ def test_a_crash_between_the_renames_keeps_the_previous_checkpoint(tmp_path, mon
     train(trainer, 1)
     trainer.save_checkpoint(tmp_path / "c")
     kept = state(trainer)
-    replace, calls = checkpoint.os.replace, []
+    replace, calls = training_state.os.replace, []
 
     def replace_once(source, target):
         if calls:
@@ -171,7 +172,7 @@ def test_a_crash_between_the_renames_keeps_the_previous_checkpoint(tmp_path, mon
         calls.append(source)
         replace(source, target)
 
-    monkeypatch.setattr(checkpoint.os, "replace", replace_once)
+    monkeypatch.setattr(training_state.os, "replace", replace_once)
     train(trainer, 1)
     with pytest.raises(KeyboardInterrupt):
         trainer.save_checkpoint(tmp_path / "c")
@@ -208,6 +209,21 @@ def shorten(file: Path) -> None:
     save_file({key: tensor[:-2].clone() for key, tensor in load_file(file).items()}, file, metadata=metadata)
 
 
+def tensors(**change):
+    """Rewrite some tensors of a file."""
+
+    def rewrite_tensors(file: Path) -> None:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+        save_file(load_file(file) | change, file, metadata=metadata)
+
+    return rewrite_tensors
+
+
+def widen(file: Path) -> None:
+    save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
 MOMENTS, MODEL = "optimizer/layers.2.safetensors", "huggingface/model.safetensors"
 
 
@@ -218,13 +234,28 @@ MOMENTS, MODEL = "optimizer/layers.2.safetensors", "huggingface/model.safetensor
         ("trainer_state.json", lambda f: rewrite(f, step_count=None), "step_count"),
         ("trainer_state.json", lambda f: rewrite(f, schedule=[]), "schedule"),
         ("trainer_state.json", lambda f: rewrite(f, python_rng=3), "python_rng"),
+        ("trainer_state.json", lambda f: rewrite(f, python_rng=[3, [1, 2], None]), "python_rng"),
+        ("trainer_state.json", lambda f: rewrite(f, step_count=-1), "step_count"),
+        ("trainer_state.json", lambda f: rewrite(f, step_count=True), "step_count"),
+        ("trainer_state.json", lambda f: rewrite(f, skipped_steps=0.5), "skipped_steps"),
+        ("trainer_state.json", lambda f: rewrite(f, recent_norms=["1.0"]), "recent_norms"),
+        ("trainer_state.json", lambda f: rewrite(f, recent_norms=[float("nan")]), "recent_norms"),
+        ("trainer_state.json", lambda f: rewrite(f, schedule={}), "schedule"),
+        ("trainer_state.json", lambda f: rewrite(f, schedule={"steps_done": "3"}), "schedule"),
         (MOMENTS, Path.unlink, r"layers\.2"), (MOMENTS, cut, r"layers\.2"), (MOMENTS, shorten, r"layers\.2"),
         (MOMENTS, put("exp_avg", float("nan")), r"layers\.2.*exp_avg.*NaN"),
         (MOMENTS, put("exp_avg_sq", float("inf")), r"layers\.2.*exp_avg_sq.*infinite"),
+        (MOMENTS, put("exp_avg_sq", -1e-8), r"layers\.2.*exp_avg_sq.*negative"),
+        (MODEL, widen, r"model\.safetensors.*F32.*param_dtype is BF16"),
         (MODEL, Path.unlink, r"model\.safetensors"), (MODEL, cut, r"model\.safetensors"),
         (MODEL, put("model.norm.weight", float("nan")), r"model\.safetensors.*model\.norm\.weight.*NaN"),
         ("huggingface/config.json", cut, r"config\.json"),
         ("rng.safetensors", Path.unlink, r"rng\.safetensors"), ("rng.safetensors", cut, r"rng\.safetensors"),
+        ("rng.safetensors", tensors(torch=torch.zeros(7, dtype=torch.uint8)), r"rng\.safetensors.*torch's"),
+        ("rng.safetensors", tensors(torch=torch.zeros(5056)), r"rng\.safetensors.*torch's"),
+        ("rng.safetensors", tensors(numpy_keys=torch.zeros(9, dtype=torch.int64)), r"rng\.safetensors.*numpy's"),
+        ("rng.safetensors", tensors(numpy_keys=torch.full((624,), -1)), r"rng\.safetensors.*numpy's"),
+        ("rng.safetensors", tensors(numpy_rest=torch.zeros(2, dtype=torch.float64)), r"rng\.safetensors.*numpy's"),
     ],
 )  # fmt: skip
 def test_a_broken_checkpoint_changes_nothing(tmp_path, name, damage, message):
@@ -302,12 +333,102 @@ def test_what_others_put_beside_a_checkpoint_stays(tmp_path):
     trainer.close()
 
 
+def test_what_others_put_into_the_folders_of_a_checkpoint_stays(tmp_path):
+    """A model card, say. A name that a later checkpoint needs itself is kept under another."""
+    trainer = build(tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path / "model"))
+    place = tmp_path / "run" / "c"
+    trainer.save_checkpoint(place)
+    for name in ("huggingface/README.md", "huggingface/tokenizer_config.json", "optimizer/notes/a.txt", "b.txt"):
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(name)
+    (place / "huggingface" / "link").symlink_to(tmp_path / "model")
+    for _ in range(2):
+        trainer.save_checkpoint(place)
+    assert (place / "huggingface" / "README.md").read_text() == "huggingface/README.md"
+    assert (place / "huggingface" / "link").is_symlink() and (place / "optimizer" / "notes" / "a.txt").is_file()
+    trainer._companions = Companions(files={"tokenizer_config.json": b"{}"})
+    trainer.save_checkpoint(place)
+    assert (place / "huggingface" / "tokenizer_config.json").read_text() == "{}"
+    kept = (place / "huggingface" / "tokenizer_config.json.old").read_text()
+    assert kept == "huggingface/tokenizer_config.json"
+    folder.remove(place)
+    left = {str(p.relative_to(place)) for p in place.rglob("*") if not p.is_dir() or p.is_symlink()}
+    assert left == {
+        "huggingface/README.md", "huggingface/link", "huggingface/tokenizer_config.json.old", "optimizer/notes/a.txt", "b.txt",
+        folder.MARKER,
+    }  # fmt: skip
+    assert not folder.is_complete(place) and not folder.remove(place), "nothing of ours is left"
+    assert (tmp_path / "model" / "config.json").is_file()
+    trainer.save_checkpoint(place)
+    assert folder.is_complete(place) and (place / "b.txt").read_text() == "b.txt"
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["c"]
+    trainer.close()
+
+
+def test_a_checkpoint_that_is_removed_in_part_is_none_and_still_ours(tmp_path, monkeypatch):
+    trainer = build(tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path / "model"))
+    place = tmp_path / "run" / "c"
+    trainer.save_checkpoint(place)
+    unlink = Path.unlink
+
+    def unlink_one(self, missing_ok=False):
+        unlink(self, missing_ok=missing_ok)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", unlink_one)
+    with pytest.raises(KeyboardInterrupt):
+        folder.remove(place)
+    monkeypatch.undo()
+    assert not folder.is_complete(place) and folder.is_ours(place)
+    trainer.save_checkpoint(place)
+    assert folder.is_complete(place)
+    folder.remove(place)
+    assert not list((tmp_path / "run").iterdir())
+    trainer.close()
+
+
+def test_a_crash_before_others_files_were_moved_loses_none(tmp_path, monkeypatch):
+    trainer = build(tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path / "model"))
+    place = tmp_path / "run" / "c"
+    trainer.save_checkpoint(place)
+    (place / "huggingface" / "README.md").write_text("card")
+    keep_others = folder.keep_others
+
+    def killed(old, directory):
+        if old.exists():
+            raise KeyboardInterrupt
+        keep_others(old, directory)
+
+    monkeypatch.setattr(folder, "keep_others", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save_checkpoint(place)
+    monkeypatch.undo()
+    assert not (place / "huggingface" / "README.md").exists()
+    trainer.save_checkpoint(place)
+    assert (place / "huggingface" / "README.md").read_text() == "card"
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["c"]
+    trainer.close()
+
+
+@pytest.mark.parametrize("where", [".", "..", "c/.."])
+def test_the_folder_one_stands_in_is_no_checkpoint(tmp_path, monkeypatch, where):
+    trainer = build(tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path / "model"))
+    (tmp_path / "run" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run" / "here")
+    with pytest.raises(FileExistsError, match="a folder of its own"):
+        trainer.save_checkpoint(where)
+    trainer.save_checkpoint("d/../c/")
+    trainer.load_checkpoint("c/.")
+    assert sorted(p.name for p in (tmp_path / "run" / "here").iterdir()) == ["c"]
+    trainer.close()
+
+
 def test_a_checkpoint_without_a_marker_is_ours_too(tmp_path):
     trainer = build(tiny.saved(tiny.model(tiny.config(layers=1)), tmp_path / "model"))
     trainer.save_checkpoint(tmp_path / "c")
-    (tmp_path / "c" / checkpoint.MARKER).unlink()
+    (tmp_path / "c" / folder.MARKER).unlink()
     trainer.save_checkpoint(tmp_path / "c")
-    assert (tmp_path / "c" / checkpoint.MARKER).is_file()
+    assert (tmp_path / "c" / folder.MARKER).is_file()
     trainer.close()
 
 
@@ -315,8 +436,8 @@ def test_state_of_another_layout_is_refused(tmp_path, monkeypatch):
     """Optimizer state is flat: were a layer's parameters ordered otherwise, moments would go to the wrong ones."""
     trainer = build(tiny.saved(tiny.model(tiny.config()), tmp_path / "model"))
     trainer.save_checkpoint(tmp_path / "c")
-    layout = checkpoint._layout
-    monkeypatch.setattr(checkpoint, "_layout", lambda block: layout(block).replace("q_proj", "k_proj"))
+    layout = training_state._layout
+    monkeypatch.setattr(training_state, "_layout", lambda block: layout(block).replace("q_proj", "k_proj"))
     with pytest.raises(ValueError, match=r"layers\.0 .*other parameters"):
         trainer.load_checkpoint(tmp_path / "c")
     trainer.close()
