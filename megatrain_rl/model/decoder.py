@@ -108,8 +108,11 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
     _check_rope(config)
     register_attention()
     config = copy.deepcopy(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    except Exception as error:  # sizes that fit no model end in errors of many kinds
+        raise ValueError(f"the model's config (config.json) describes no model that can be made: {error}") from error
     _check_trainable(model)
     model.train()
     model.config._attn_implementation = ATTENTION_NAME

@@ -25,12 +25,14 @@ _QUANTIZED = re.compile(
 )
 # transformers leaves these out without a word: they follow from the configuration.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+# Beyond it a number rounds to an infinite one.
+_LARGEST = torch.finfo(torch.bfloat16).max
 _DEQUANTIZE = "training needs every weight in bf16 or fp32: use the model before its quantization, or dequantize it"
 
 
 def check_folder(spec: DecoderSpec, reader: CheckpointReader) -> None:
     """Check that the files hold the model that the configuration describes; a ValueError names what disagrees."""
-    _check_not_quantized(reader)
+    _check_not_quantized(spec, reader)
     for block in spec.blocks:
         for name, slot in block.layout.slots.items():
             full_name = block.names[name]
@@ -54,19 +56,27 @@ def _wrong_shape(full_name: str, shape: tuple[int, ...], expected: tuple[int, ..
 
 
 def check_finite(tensor: Tensor, what: str) -> None:
-    """A ValueError that begins with `what` if a number is NaN or infinite. One pass over the memory, without a copy."""
+    """A ValueError that begins with `what` if a number is NaN, infinite, or would be in bf16. One pass over the memory,
+    without a copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    if not all(torch.isfinite(end) for end in torch.aminmax(tensor)):  # a NaN anywhere makes both ends NaN
-        raise ValueError(f"{what} has values that are NaN or infinite: the file is damaged, or its training diverged")
+    low, high = torch.aminmax(tensor)
+    if not (low >= -_LARGEST and high <= _LARGEST):  # a NaN anywhere makes both ends NaN
+        raise ValueError(
+            f"{what} has values that are NaN, infinite or beyond {_LARGEST:.3g}: the file is damaged, or its training "
+            "diverged"
+        )
 
 
-def _check_not_quantized(reader: CheckpointReader) -> None:
-    for key in ("quantization_config", "compression_config"):
-        given = reader.raw_config.get(key)
-        if given:
-            method = given.get("quant_method", "?") if isinstance(given, dict) else given
-            raise ValueError(f"{reader.directory / 'config.json'} has {key} ({method}): {_DEQUANTIZE}")
+def _check_not_quantized(spec: DecoderSpec, reader: CheckpointReader) -> None:
+    for config, place in (
+        (reader.raw_config, reader.directory / "config.json"), (spec.config.to_dict(), "the model's config (hf_config)"),
+    ):  # fmt: skip
+        for key in ("quantization_config", "compression_config"):
+            given = config.get(key)
+            if given:
+                method = given.get("quant_method", "?") if isinstance(given, dict) else given
+                raise ValueError(f"{place} has {key} ({method}): {_DEQUANTIZE}")
 
 
 def _check_tied(spec: DecoderSpec, reader: CheckpointReader) -> None:
@@ -89,8 +99,22 @@ def _check_others(spec: DecoderSpec, reader: CheckpointReader) -> None:
     for name in others:
         if _QUANTIZED.search(name):
             raise ValueError(f"{reader.place(name)} belongs to quantized weights: {_DEQUANTIZE}")
+    parts = tuple(part + "." for part in _parts(spec))
+    for name in others:
+        if name.startswith(parts):
+            raise ValueError(
+                f"{reader.place(name)} belongs to a part of the model for which config.json asks for no such tensor, so it "
+                "would be left out and another model trained: mend config.json, or take the tensor out of the file"
+            )
     if others:
         shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         log.warning(
             "%s: the model of config.json has no place for %s; left out, as by transformers", reader.directory, shown
         )
+
+
+def _parts(spec: DecoderSpec) -> set[str]:
+    """The layers, and the modules beside them, by the names that their tensors begin with."""
+    layers = {f"{family_of(spec.config.model_type).layers}.{i}" for i in range(len(spec.layers))}
+    outside = (spec.embed, spec.head)
+    return layers | {name.rpartition(".")[0] for block in outside for name in block.names.values()}

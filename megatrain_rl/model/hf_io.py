@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -28,30 +29,55 @@ class CheckpointReader:
         if not (self.directory / "config.json").is_file():
             raise ValueError(f"model path {str(directory)!r} has no config.json")
         self.raw_config = read_json(self.directory / "config.json")
+        self._require_own_weights()
         self._open: dict[str, safe_open] = {}
-        if (self.directory / INDEX).is_file():
-            self._file_of = self._indexed()
-        elif (self.directory / WEIGHTS).is_file():
-            self._file_of = dict.fromkeys(self._opened(WEIGHTS).keys(), WEIGHTS)
-        else:
+        has_index, has_file = (self.directory / INDEX).is_file(), (self.directory / WEIGHTS).is_file()
+        if not has_index and not has_file:
             raise ValueError(
                 f"model path {str(directory)!r} has neither {WEIGHTS} nor {INDEX}; other formats are not read"
             )
+        self._file_of = self._indexed() if has_index else dict.fromkeys(self._opened(WEIGHTS).keys(), WEIGHTS)
+        if has_file and set(self._file_of.values()) != {WEIGHTS}:
+            raise ValueError(
+                f"model path {str(directory)!r} has {WEIGHTS} and {INDEX}, which names other files: transformers would "
+                "load the first and vLLM the others; take out the one that is not meant"
+            )
         self.names = frozenset(self._file_of)
+
+    def _require_own_weights(self) -> None:
+        """transformers would load other weights than those of the usual files."""
+        if (self.directory / "adapter_config.json").is_file():
+            raise ValueError(
+                f"model path {str(self.directory)!r} has adapter_config.json, and adapters are not loaded: merge it into "
+                "its base model and save that (peft's merge_and_unload), or take the adapter's files out of the folder"
+            )
+        named = self.raw_config.get("transformers_weights")
+        if named not in (None, WEIGHTS, INDEX):
+            raise ValueError(
+                f"{self.directory / 'config.json'} has transformers_weights={named!r}: only {WEIGHTS} and {INDEX} are read"
+            )
 
     def _indexed(self) -> dict[str, str]:
         index = read_json(self.directory / INDEX)
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError(f"{self.directory / INDEX} has no weight_map: the file is damaged")
-        names: dict[str, set[str]] = {}
-        for name, file in weight_map.items():
-            names.setdefault(file, set()).add(name)
-        for file, wanted in sorted(names.items()):
-            missing = sorted(wanted - set(self._opened(file).keys()))
+        file_of = dict(weight_map)
+        for file in sorted(set(weight_map.values())):
+            held = set(self._opened(file).keys())
+            missing = sorted(name for name, where in weight_map.items() if where == file and name not in held)
             if missing:
                 raise ValueError(f"{self.directory / file} has no tensor {missing[0]!r}, which {INDEX} says it has")
-        return weight_map
+            for name in sorted(held):
+                other = file_of.setdefault(name, file)  # transformers loads what the index forgot, too
+                if other != file and not torch.equal(
+                    self._opened(file).get_tensor(name), self._opened(other).get_tensor(name)
+                ):
+                    raise ValueError(
+                        f"tensor {name!r} is in {self.directory / file} and, with other values, in {other}: files of two "
+                        "models lie in one folder"
+                    )
+        return file_of
 
     def _opened(self, file: str) -> safe_open:
         if not (self.directory / file).is_file():
@@ -63,7 +89,7 @@ class CheckpointReader:
     def config(self) -> PretrainedConfig:
         try:
             return AutoConfig.from_pretrained(self.directory)
-        except (TypeError, AttributeError) as error:  # values of another kind than transformers expects
+        except Exception as error:  # values of another kind than transformers expects end in errors of many kinds
             raise ValueError(f"{self.directory / 'config.json'} cannot be read: {error}") from error
 
     def place(self, name: str) -> str:

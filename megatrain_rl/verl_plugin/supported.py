@@ -157,6 +157,12 @@ def check_engine(
     _refuse(model.mtp.enable, "model.mtp.enable", True, "set it to false")
     kind = model.hf_config.model_type
     _refuse("vision_config" in model.hf_config.to_dict(), "model.path (a vision model)", kind, "use a text model")
+    own_class = (getattr(model.hf_config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    _refuse(
+        model.trust_remote_code and own_class is not None, "model.trust_remote_code", True,
+        f"the model's folder has a class of its own ({own_class}), which is not run here; set it to false, and check that the "
+        f"class of transformers for {kind} computes the same",
+    )  # fmt: skip
     mode = engine.router_replay.mode
     _refuse(mode != "disabled", "router_replay.mode", mode, "set it to disabled")
     if isinstance(engine, FSDPEngineConfig):

@@ -121,6 +121,10 @@ def put(value: float, name: str = "model.norm.weight") -> Callable[[Weights], No
     return lambda tensors: tensors[name].view(-1)[3:4].fill_(value)
 
 
+def add(name: str) -> Callable[[Weights], None]:
+    return lambda tensors: tensors.update({name: torch.ones(2)})
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -129,9 +133,13 @@ def put(value: float, name: str = "model.norm.weight") -> Callable[[Weights], No
         (scales("qweight"), "qweight.*quantiz"), (scales("weight_packed"), "weight_packed.*quantiz"),
         (scales("weight.absmax"), "absmax.*quantiz"),
         (quantized(torch.float8_e4m3fn), "up_proj.*F8_E4M3.*quantiz"), (quantized(torch.int8), "up_proj.*I8.*quantiz"),
-        (put(float("nan")), r"model\.safetensors.*model\.norm\.weight.*NaN"), (put(float("inf")), "NaN or infinite"),
+        (put(float("nan")), r"model\.safetensors.*model\.norm\.weight.*NaN"), (put(float("inf")), "infinite"),
         (put(-float("inf"), "lm_head.weight"), r"lm_head\.weight.*infinite"),
+        (put(3.4e38), r"model\.norm\.weight.*beyond"), (put(-3.4e38), r"model\.norm\.weight.*beyond"),
         (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"model\.norm\.weight.*shape"),
+        (add("model.layers.1.self_attn.o_proj.bias"), r"o_proj\.bias.*config\.json"),
+        (add("model.layers.0.self_attn.q_norm.weight"), r"q_norm\.weight.*config\.json"),
+        (add("model.norm.bias"), r"model\.norm\.bias"), (add("lm_head.bias"), r"lm_head\.bias"),
         (lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in list(t)], "no tensor"),
     ],
 )  # fmt: skip
@@ -151,6 +159,42 @@ def test_weights_that_are_refused(folder, change, message):
 def test_a_config_of_quantized_weights_is_refused(folder, settings):
     set_config(folder, **settings)
     with pytest.raises(ValueError, match=r"config\.json.*(fp8|compressed).*dequantize"):
+        build(folder)
+
+
+def test_a_config_of_quantized_weights_in_place_of_the_folder_s_is_refused(folder):
+    config = tiny.config(layers=2)
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=r"hf_config.*fp8.*dequantize"):
+        StreamTrainer.from_pretrained(
+            folder, config=StreamConfig(pack_tokens=48), adamw=None, device="cpu", hf_config=config
+        )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_hidden_layers": "two"}, {"rope_parameters": 3}, {"hidden_act": 5}, {"hidden_size": None}, {"model_type": ["qwen2"]},
+        {"num_attention_heads": 0}, {"vocab_size": -5}, {"layer_types": "full"},
+    ],
+    ids=lambda s: next(iter(s)),
+)  # fmt: skip
+def test_a_config_of_other_kinds_is_one_clear_error(folder, settings):
+    set_config(folder, **settings)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        build(folder)
+
+
+def test_an_adapter_is_refused(folder):
+    """transformers would load its base model and put the adapter on it."""
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*merge"):
+        build(folder)
+
+
+def test_weights_under_another_name_are_refused(folder):
+    set_config(folder, transformers_weights="other.safetensors")
+    with pytest.raises(ValueError, match=r"transformers_weights='other\.safetensors'"):
         build(folder)
 
 
@@ -201,3 +245,40 @@ def test_an_index_that_names_a_tensor_elsewhere(folder):
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"index\.json.*weight_map"):
         CheckpointReader(folder)
+
+
+def test_a_file_beside_shards_is_refused(folder):
+    """transformers loads the one file there, and vLLM what the index names."""
+    whole = (folder / WEIGHTS).read_bytes()
+    shards(folder)
+    (folder / WEIGHTS).write_bytes(whole)
+    with pytest.raises(ValueError, match=r"model\.safetensors and .*index\.json.*take out"):
+        build(folder)
+    for shard in folder.glob("model-*.safetensors"):
+        shard.unlink()
+    index = {"weight_map": dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_loaded_as_by_transformers(folder)
+
+
+def test_a_tensor_in_two_shards(folder):
+    """The same twice is one; two values would be one or the other, by who reads."""
+    first, second, *_ = shards(folder)
+    name = next(iter(load_file(first)))
+    held = load_file(first)[name]
+    for value, fine in ((held, True), (held + 1, False)):
+        save_file(load_file(second) | {name: value}, second, metadata={"format": "pt"})
+        if fine:
+            assert_loaded_as_by_transformers(folder)
+        else:
+            with pytest.raises(ValueError, match=f"{name}.*{second.name}.*{first.name}"):
+                build(folder)
+
+
+def test_a_tensor_that_the_index_forgot_is_read(folder):
+    shards(folder)
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    file.write_text(json.dumps(index))
+    assert_loaded_as_by_transformers(folder)

@@ -100,6 +100,25 @@ def test_unsupported_is_refused_by_the_engine(tiny_model, model_settings, expect
 
 
 @pytest.mark.usefixtures("world")
+def test_a_model_that_brings_its_own_class_is_refused(tiny_model):
+    """VERL's own engines would run it; without trust_remote_code transformers takes its own, as here."""
+    from verl.workers.config import FSDPEngineConfig, HFModelConfig
+
+    from megatrain_rl.verl_plugin.supported import check_engine
+
+    rest = {"engine": FSDPEngineConfig(), "optim": None, "world_size": 1, "async_save": False, "load_contents": []}
+    for trusted, own, refused in [(True, True, True), (False, True, False), (True, False, False)]:
+        model = HFModelConfig(path=tiny_model, trust_remote_code=trusted)
+        if own:
+            model.hf_config.auto_map = {"AutoModelForCausalLM": "modeling_my.MyModel"}
+        if refused:
+            with pytest.raises(ValueError, match=r"trust_remote_code=True.*modeling_my\.MyModel"):
+                check_engine(model=model, **rest)
+        else:
+            check_engine(model=model, **rest)
+
+
+@pytest.mark.usefixtures("world")
 def test_fsdp_configs_are_checked_by_the_engine(tiny_model):
     """On model_engine=dp the engine gets FSDP's configs; what they ask for beyond ours is refused."""
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
