@@ -33,7 +33,7 @@ def read_file(path: Path) -> pd.DataFrame:
     try:
         return readers[path.suffix](path)
     except Exception as error:  # pandas' and pyarrow's errors have no common class
-        raise ValueError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path}: cannot be read: {first_line(error)}") from error
 
 
 def read_hub(name: str, split: str) -> pd.DataFrame:
@@ -42,22 +42,26 @@ def read_hub(name: str, split: str) -> pd.DataFrame:
     try:
         return load_dataset(name, "main", split=split).to_pandas()
     except Exception as error:  # the hub's library raises dozens of kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{name} could not be read from the hub ({reason}); give local files by --train and --test"
+            f"{name} could not be read from the hub ({first_line(error)}); give local files by --train and --test"
         ) from error
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def final_answer(answer: Any) -> str:
     """The number after `####`, without thousands separators, as VERL's rule compares it. A ValueError says why there is
     none."""
     if not isinstance(answer, str):
-        raise ValueError("is empty" if pd.isna(answer) else "is no text")
+        nothing = pd.api.types.is_scalar(answer) and pd.isna(answer)
+        raise ValueError("the answer is empty" if nothing else "the answer is no text")
     match = _FINAL.search(answer.strip())
     if match is None:
-        raise ValueError("does not end with '#### NUMBER'")
+        raise ValueError("the answer does not end with '#### NUMBER'")
     if not _NUMBER.fullmatch(match.group(1)):
-        raise ValueError("ends with a number that is not written like 1,234.5")
+        raise ValueError("the answer ends with a number that is not written like 1,234.5")
     return match.group(1).replace(",", "")
 
 
@@ -70,11 +74,11 @@ def rows(frame: pd.DataFrame, split: str, source: str) -> tuple[list[dict], Coun
     for i, (question, answer) in enumerate(zip(frame["question"], frame["answer"], strict=True)):
         try:
             if not isinstance(question, str) or not question.strip():
-                raise ValueError("has no question")
+                raise ValueError("there is no question")
             truth = final_answer(answer)
         except ValueError as error:
             dropped[str(error)] += 1
-            example = example or f"answer {str(answer)[-60:]!r} {error}"
+            example = example or f"{error}: {str(answer)[-60:]!r}"
             continue
         made.append(
             {
@@ -90,11 +94,21 @@ def rows(frame: pd.DataFrame, split: str, source: str) -> tuple[list[dict], Coun
     return made, dropped
 
 
-def write(table: list[dict], file: Path) -> None:
-    """Whole or not at all: written beside its place, then renamed."""
-    beside = file.with_suffix(".parquet.tmp")
-    pd.DataFrame(table).to_parquet(beside)
-    os.replace(beside, file)
+def write(tables: dict[str, list[dict]], folder: Path) -> None:
+    """Written beside their places, and renamed once all are whole. An OSError says what the disk refuses."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = {split: folder / f"{split}.parquet.tmp" for split in tables}
+    for file in beside.values():
+        if file.with_suffix("").is_dir():
+            raise ValueError(f"{file.with_suffix('')} is a folder")
+    try:
+        for split, table in tables.items():
+            pd.DataFrame(table).to_parquet(beside[split])
+        for file in beside.values():
+            os.replace(file, file.with_suffix(""))
+    finally:
+        for file in beside.values():
+            file.unlink(missing_ok=True)
 
 
 def main() -> None:
@@ -107,18 +121,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.train is None) != (arguments.test is None):
         parser.error("--train and --test go together")
+    if arguments.limit is not None and arguments.limit < 1:
+        parser.error("--limit must be 1 or more")
     try:
-        tables = {}
+        made = {}
         for split in ("train", "test"):
             file = getattr(arguments, split)
             frame = read_hub(arguments.hub_name, split) if file is None else read_file(file)
-            tables[split] = rows(frame.head(arguments.limit or len(frame)), split, str(file or arguments.hub_name))
-    except ValueError as error:
-        sys.exit(f"prepare_gsm8k: {error}")
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    for split, (table, dropped) in tables.items():
-        write(table, arguments.folder / f"{split}.parquet")
-        left_out = "".join(f"; left out: {count} whose answer {reason}" for reason, count in dropped.items())
+            made[split] = rows(frame.head(arguments.limit or len(frame)), split, str(file or arguments.hub_name))
+        write({split: table for split, (table, _) in made.items()}, arguments.folder)
+    except (OSError, ValueError) as error:
+        sys.exit(f"prepare_gsm8k: {first_line(error)}")
+    for split, (table, dropped) in made.items():
+        left_out = "".join(f"; left out {count}, where {reason}" for reason, count in dropped.items())
         print(f"{arguments.folder / split}.parquet: {len(table)} questions{left_out}")
 
 

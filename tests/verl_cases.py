@@ -53,7 +53,8 @@ def write_prompts(path: Path, rows: int, prompt: Any = None) -> None:
     import pandas as pd
 
     prompt = prompt or [{"role": "user", "content": "say one"}]
-    pd.DataFrame([{"data_source": "digits", "prompt": prompt}] * rows).to_parquet(path)
+    row = {"data_source": "openai/gsm8k", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "1"}}
+    pd.DataFrame([row] * rows).to_parquet(path)
 
 
 def validate(*overrides: str):

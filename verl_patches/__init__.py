@@ -22,6 +22,7 @@ from verl_patches import (
     process_group_cpu,
     ray_start,
     resumed_epoch,
+    reward_values,
     tracking_monitor,
     trainer_mode,
     transfer_queue_start,
@@ -43,6 +44,7 @@ PATCHES = (
     transfer_queue_start,
     trainer_mode,
     resumed_epoch,
+    reward_values,
 )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from verl_patches.ours import our_roles
+from verl_patches import ours
 from verl_patches.versions import TESTED_VERL
 from verl_patches.wrap import wrap
 
@@ -24,7 +24,8 @@ def apply(module: ModuleType, prepare: Callable[[Any], None]) -> None:
     """Have `prepare` called with the config of every SFT run of ours, ahead of everything else."""
 
     def auto_set_device(function, config, *args, **kwargs):
-        if "engine" in our_roles(config):
+        if "engine" in ours.our_roles(config):
+            ours.note_sft_run()
             prepare(config)
         return function(config, *args, **kwargs)
 

@@ -17,6 +17,7 @@ _ROLLOUT_KEY = "megatrain_rl"
 _driver_lives_here = False
 _engine_lives_here = False
 _trainer_lives_here = False
+_sft_lives_here = False
 
 
 def our_roles(config: Mapping[str, Any] | None) -> set[str]:
@@ -73,6 +74,17 @@ def note_engine() -> None:
 def engine_lives_here() -> bool:
     """Whether an engine of ours was built in this process."""
     return _engine_lives_here
+
+
+def note_sft_run() -> None:
+    """Remember that VERL's SFT trainer runs in this process for a run of ours: with torchrun beside the engine."""
+    global _sft_lives_here
+    _sft_lives_here = True
+
+
+def sft_lives_here() -> bool:
+    """Whether VERL's SFT trainer runs in this process for a run of ours."""
+    return _sft_lives_here
 
 
 def note_driver() -> None:

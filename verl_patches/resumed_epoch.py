@@ -10,7 +10,7 @@ Remove when: VERL starts a new pass where the restored one is at its end.
 
 from types import ModuleType
 
-from verl_patches.ours import engine_lives_here
+from verl_patches.ours import sft_lives_here
 from verl_patches.versions import TESTED_VERL
 from verl_patches.wrap import wrap
 
@@ -22,7 +22,7 @@ def apply(module: ModuleType) -> None:
     def load_checkpoint(load, self, *args, **kwargs):
         step = load(self, *args, **kwargs)
         loader = self.train_dataloader
-        if engine_lives_here() and step and step % len(loader) == 0:
+        if sft_lives_here() and step and step % len(loader) == 0:
             # The restored pass is over. A loader begins a new one when it is asked for the next.
             next(iter(loader), None)
         return step

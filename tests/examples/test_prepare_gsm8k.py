@@ -53,7 +53,7 @@ def test_limit(files, tmp_path):
 @pytest.mark.parametrize(
     "content, expected",
     [
-        ('{"question": "q", "answer": "no number"}', "answer 'no number' does not end with '#### NUMBER'"),
+        ('{"question": "q", "answer": "no number"}', "the answer does not end with '#### NUMBER': 'no number'"),
         ('{"question": "q"}', "no column answer"),
         ('{"question"', "cannot be read"),
         (None, "no such file"),
@@ -84,14 +84,44 @@ def test_rows_without_a_number_are_left_out_and_counted(files, tmp_path):
     told = done.stdout.splitlines()[0]
     for words in (
         "2 questions",
-        "2 whose answer is empty",
-        "1 whose answer is no text",
-        "3 whose answer ends with a number",
-        "2 whose answer does not end",
-        "1 whose answer has no question",
+        "2, where the answer is empty",
+        "1, where the answer is no text",
+        "3, where the answer ends with a number",
+        "2, where the answer does not end",
+        "1, where there is no question",
     ):
         assert words in told
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["test.parquet", "train.parquet"]
+
+
+def test_answers_that_are_lists_are_left_out(files, tmp_path):
+    frame = pandas.DataFrame({"question": ["a?", "b?"], "answer": [["#### 1", "#### 2"], ["#### 3"]]})
+    frame.to_parquet(tmp_path / "lists.parquet")
+    done = prepare(tmp_path / "out", "--train", tmp_path / "lists.parquet", "--test", files["test"])
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and "no question is left of 2" in line and "no text" in line
+
+
+@pytest.mark.parametrize("taken", ["out", "out/test.parquet"])
+def test_a_place_that_is_taken_is_one_line_and_no_file_is_half_of_a_pair(files, tmp_path, taken):
+    """`out` is a file, or `test.parquet` is a folder."""
+    if taken == "out":
+        (tmp_path / "out").write_text("mine")
+    else:
+        (tmp_path / "out" / "test.parquet").mkdir(parents=True)
+        (tmp_path / "out" / "train.parquet").write_text("mine")
+    done = prepare(tmp_path / "out", "--train", files["train"], "--test", files["test"])
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("prepare_gsm8k: ") and "out" in line
+    if taken != "out":
+        assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["test.parquet", "train.parquet"]
+        assert (tmp_path / "out" / "train.parquet").read_text() == "mine"
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_leaves_nothing_is_refused(files, tmp_path, limit):
+    done = prepare(tmp_path / "out", "--train", files["train"], "--test", files["test"], "--limit", limit)
+    assert done.returncode == 2 and "--limit" in done.stderr
 
 
 def test_local_files_go_together(files, tmp_path):

@@ -9,7 +9,12 @@ from patch_cases import OUTSIDE, asked, empty
 from verl_cases import composed
 
 from megatrain_rl.verl_plugin.driver import prepare
-from verl_patches import before_sft
+from verl_patches import before_sft, ours
+
+
+@pytest.fixture(autouse=True)
+def no_run_before(monkeypatch):
+    monkeypatch.setattr(ours, "_sft_lives_here", False)
 
 
 def seen_by_ours(config) -> list:
@@ -42,6 +47,7 @@ def test_patch_mends_it(tmp_path):
         f"data.train_files={tmp_path}/train.parquet", "trainer.total_epochs=2", "trainer.total_training_steps=50"
     )
     [given] = seen_by_ours(config)
+    assert ours.sft_lives_here(), "resumed_epoch.py asks for it, in both mains"
     prepare.prepare_sft(given)
     assert config.trainer.total_epochs == 50
 
@@ -64,6 +70,7 @@ def test_other_runs_are_left_alone():
     assert seen_by_ours(composed(name="sft_trainer_engine")) == []
     assert seen_by_ours(composed("model_engine=megatrain")) == []
     assert seen_by_ours(None) == []
+    assert not ours.sft_lives_here()
 
 
 def test_missing_name_raises():

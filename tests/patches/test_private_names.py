@@ -73,7 +73,14 @@ CHECKS = {
     "OptimizerConfig._mutable_fields": mutable_fields,
     **{
         f"PPOTrainer.{n}": trainer_method(n)
-        for n in ("_setup", "_build_replay_buffer", "_init_dataloader", "_balance_batch", "_add_prompts_to_generate")
+        for n in (
+            "_setup",
+            "_build_replay_buffer",
+            "_init_dataloader",
+            "_balance_batch",
+            "_add_prompts_to_generate",
+            "_val_metrics_update",
+        )
     },
 }
 

@@ -13,7 +13,7 @@ from verl_patches import ours, resumed_epoch
 
 @pytest.fixture(autouse=True)
 def ours_lives_here(monkeypatch):
-    monkeypatch.setattr(ours, "_engine_lives_here", True)
+    monkeypatch.setattr(ours, "_sft_lives_here", True)
 
 
 def loader() -> StatefulDataLoader:
@@ -65,7 +65,7 @@ def test_within_an_epoch_the_rest_of_it_is_trained():
 
 
 def test_runs_of_other_strategies_are_left_alone(monkeypatch):
-    monkeypatch.setattr(ours, "_engine_lives_here", False)
+    monkeypatch.setattr(ours, "_sft_lives_here", False)
     assert resumed(4) == [[], WHOLE]
 
 

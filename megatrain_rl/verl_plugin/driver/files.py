@@ -4,6 +4,7 @@ Only local paths are looked at: a path with a scheme (hdfs://, s3://) is VERL's 
 """
 
 import ast
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def check_data(config: DictConfig) -> None:
             raise ValueError(f"data.{name}={data[name]}: must be a whole number above 0")
     if OmegaConf.select(config, "data.custom_cls.path"):
         return  # the user's own class reads the files
-    rows = {split: _check_files(data, f"{split}_files") for split in ("train", "val")}
+    rows = {split: _check_files(config, f"{split}_files") for split in ("train", "val")}
     limit = data.get("train_max_samples", -1)
     train = rows["train"]
     if train is None:
@@ -47,10 +48,10 @@ def check_data(config: DictConfig) -> None:
         )
 
 
-def _check_files(data: DictConfig, name: str) -> int | None:
+def _check_files(config: DictConfig, name: str) -> int | None:
     """The number of rows, or None if a file is not local."""
     total: int | None = 0
-    for path in _paths(data, name):
+    for path in _paths(config.data, name):
         if path is None:
             total = None
             continue
@@ -58,7 +59,8 @@ def _check_files(data: DictConfig, name: str) -> int | None:
         if not first:
             raise ValueError(f"data.{name}: {path} has no rows")
         for number, row in enumerate(first):
-            _check_prompt(row, number, path, data)
+            _check_prompt(row, number, path, config.data)
+            _check_rewarded(row, f"data.{name}: row {number} of {path}", config)
         total = None if total is None else total + count
     return total
 
@@ -126,8 +128,40 @@ def _check_prompt(row: dict[str, Any], number: int, path: Path, data: DictConfig
             f"data.prompt_key={key}: row {number} of {path} has {kind} where a conversation is needed, a list of messages with "
             '"role" and "content"; VERL would train without the question'
         )
-    if not any(m["content"] for m in prompt):
-        raise ValueError(f"data.prompt_key={key}: row {number} of {path} has no content in any message")
+    asking = [message for message in prompt if message["role"] == "user"] or prompt
+    if not all(message["content"] for message in asking):
+        raise ValueError(f"data.prompt_key={key}: row {number} of {path} has a message without content")
+
+
+def _check_rewarded(row: dict[str, Any], where: str, config: DictConfig) -> None:
+    """Raise a ValueError if VERL could give the row's answers no reward: every one of them would fail."""
+    reward, agent = config.reward, config.actor_rollout_ref.rollout.agent
+    users_own = reward.reward_manager.source != "register" or agent.agent_loop_config_path or "agent_name" in row
+    if users_own or reward.reward_model.enable:
+        return
+    source, truth = row.get("data_source"), row.get("reward_model")
+    if source is None or not isinstance(truth, dict) or "ground_truth" not in truth:
+        raise ValueError(
+            f"{where} has no data_source, or no reward_model with a ground_truth in it, which VERL gives to the reward function"
+        )
+    if OmegaConf.select(config, f"{_REWARD}.path") is None and not _has_rule(str(source)):
+        raise ValueError(
+            f"{where} has data_source={source}, for which VERL has no rule of reward: set {_REWARD}.path to the file of "
+            "your function, or data_source to one that VERL knows"
+        )
+
+
+@functools.cache
+def _has_rule(source: str) -> bool:
+    from verl.utils.reward_score import default_compute_score
+
+    try:
+        default_compute_score(source, "", "")
+    except NotImplementedError:
+        return False
+    except Exception:  # it has one, which takes no empty answer
+        return True
+    return True
 
 
 def check_truncation(config: DictConfig) -> None:

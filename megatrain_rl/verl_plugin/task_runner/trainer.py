@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from megatrain_rl.verl_plugin import monitoring
 from megatrain_rl.verl_plugin.startup_times import END, StartupTimes
 from megatrain_rl.verl_plugin.task_runner.failures import told_again
-from megatrain_rl.verl_plugin.task_runner.lost import FAILED_ANSWERS, Lost, check_lengths
+from megatrain_rl.verl_plugin.task_runner.lost import EVICTED_PROMPTS, Lost, check_lengths, check_rows
 from megatrain_rl.watch.memory import MemoryWatch
 from verl_patches import transfer_queue_start
 from verl_patches.deferred import Deferred
@@ -108,8 +108,12 @@ class RunOfOurs(_Trainer):
             super().fit(agent_loop_manager)
 
     def _init_dataloader(self) -> None:
-        super()._init_dataloader()
-        check_lengths(self.train_dataset, self.config)
+        try:
+            super()._init_dataloader()
+        finally:  # a loader cannot be made of nothing, and its error does not say what is missing
+            check_rows(getattr(self, "train_dataset", None), getattr(self, "val_dataset", None), self.config)
+        check_lengths(self.train_dataset, self.config, "data.train_files")
+        check_lengths(self.val_dataset, self.config, "data.val_files")
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         """VERL's buffer, which looks for samples every POLL_SECONDS. A buffer class of the user's own is left alone."""
@@ -126,8 +130,23 @@ class RunOfOurs(_Trainer):
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """VERL calls this with each sample, before it adds rows of padding."""
         prompts = self.config.data.train_batch_size // self.parameter_sync_step
-        metrics[FAILED_ANSWERS] = self._lost.answers(batch.tags, prompts)
+        prompts += metrics.get(EVICTED_PROMPTS, 0)
+        metrics.update(self._lost.answers(batch.keys, batch.tags, prompts))
         return super()._balance_batch(batch, metrics, *args, **kwargs)
+
+    def _val_metrics_update(
+        self,
+        data_sources: Any,
+        sample_uids: Any,
+        reward_extra_infos_dict: Any,
+        sample_turns: Any,
+        expected_acc_counts: dict[tuple[str, str], int] | None = None,
+    ) -> dict[str, float]:
+        """VERL calls this at the end of a validation, with one uid for each answer that has a reward."""
+        metrics = super()._val_metrics_update(
+            data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts=expected_acc_counts
+        )
+        return metrics | self._lost.validation(expected_acc_counts, len(sample_uids))
 
     def _worker_started(self, group: Any) -> None:
         """Begin what goes on beneath VERL's wait for the trainer's process, which has been started.

@@ -22,7 +22,8 @@ def data(tmp_path: Path, rows: int = 8, prompt=None, name: str = "train.parquet"
 
 def test_good_data_of_both_kinds(tmp_path):
     files.check_data(run(data(tmp_path), "data.train_batch_size=8"))
-    lines = [json.dumps({"prompt": [{"role": "user", "content": TEXT}]})] * 8
+    row = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}}
+    lines = [json.dumps(row | {"prompt": [{"role": "user", "content": TEXT}]})] * 8
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     files.check_data(
         run(f"data.train_files=[{tmp_path}/train.jsonl,{tmp_path}/train.parquet]", "data.train_batch_size=16")
@@ -34,12 +35,52 @@ def test_good_data_of_both_kinds(tmp_path):
     "prompt, message",
     [
         (TEXT, "text where a conversation"), ([{"role": "user"}], "conversation"), ([{"content": TEXT}], "conversation"),
-        ([{"role": "user", "content": ""}], "no content"), (5, "int"), (["a", "b"], "conversation"),
+        ([{"role": "user", "content": ""}], "without content"), (5, "int"), (["a", "b"], "conversation"),
     ],
 )  # fmt: skip
 def test_prompts_that_are_no_conversations(tmp_path, prompt, message):
     with pytest.raises(ValueError, match=rf"data\.prompt_key=prompt.*{message}"):
         files.check_data(run(data(tmp_path, prompt=prompt), "data.train_batch_size=8"))
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_a_question_that_is_missing_beside_a_system_prompt(tmp_path, content):
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    with pytest.raises(ValueError, match=r"data\.prompt_key=prompt.*row 0 .*without content"):
+        files.check_data(run(data(tmp_path, prompt=prompt), "data.train_batch_size=8"))
+
+
+def rewarded(tmp_path: Path, *overrides: str, **columns) -> None:
+    import pandas as pd
+
+    row = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1"}} | columns
+    row = {"prompt": [{"role": "user", "content": TEXT}]} | {
+        key: given for key, given in row.items() if given is not None
+    }
+    pd.DataFrame([row] * 8).to_parquet(tmp_path / "train.parquet")
+    files.check_data(run(f"data.train_files={tmp_path}/train.parquet", "data.train_batch_size=8", *overrides))
+
+
+OWN = "reward.custom_reward_function.path=mine.py"
+
+
+@pytest.mark.parametrize(
+    "columns", [{"data_source": None}, {"reward_model": None}, {"reward_model": {"style": "rule"}}, {"reward_model": "1"}], ids=str
+)  # fmt: skip
+@pytest.mark.parametrize("overrides", [[], [OWN]], ids=["VERL's reward", "own reward"])
+def test_what_the_reward_function_is_given(tmp_path, columns, overrides):
+    with pytest.raises(ValueError, match=r"data\.train_files: row 0 .*data_source.*reward_model.*ground_truth"):
+        rewarded(tmp_path, *overrides, **columns)
+    rewarded(tmp_path, *overrides)
+    agents_own = {"agent_name": "my_agent"}
+    rewarded(tmp_path, *overrides, **columns, **agents_own)
+
+
+def test_a_source_of_data_that_verl_has_no_rule_for(tmp_path):
+    with pytest.raises(ValueError, match=r"data_source=digits.*reward\.custom_reward_function\.path"):
+        rewarded(tmp_path, data_source="digits")
+    rewarded(tmp_path, OWN, data_source="digits")
+    rewarded(tmp_path, data_source="math_dapo")
 
 
 def test_validation_is_looked_at_too(tmp_path):

@@ -269,6 +269,7 @@ def test_verl_assigns_its_parts_in_this_order():
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
 def test_verls_trainers_have_these_methods_from_their_base(mode):
     ours = {"__init__", "_setup", "init", "fit", "_build_replay_buffer"}
+    ours |= {"_init_dataloader", "_balance_batch", "_val_metrics_update"}
     assert ours.isdisjoint(vars(get_trainer_cls(mode)))
     assert ours <= vars(PPOTrainer).keys() and ours <= vars(RunOfOurs).keys()
 
@@ -329,6 +330,74 @@ def test_a_buffer_of_the_users_own_is_left_alone(tmp_path):
     sampler = "trainer.v1.sampler.custom_sampler"
     buffer = built("sync", f"{sampler}.path={tmp_path}/mine.py", f"{sampler}.name=Mine").replay_buffer
     assert type(buffer).__name__ == "Mine" and buffer.poll_interval == 2.0
+
+
+# ---- what is lost ----
+
+
+class DataOfVerl:
+    """What VERL's trainer does around data, with nothing behind it."""
+
+    train, validation, parameter_sync_step = (1, 2), (1,), 1
+
+    def __init__(self, config):
+        self.config = config
+
+    def _init_dataloader(self):
+        self.train_dataset, self.val_dataset = list(self.train), list(self.validation)
+        if not self.val_dataset:
+            raise ValueError("batch_size should be a positive integer value, but got batch_size=0")
+
+    def _balance_batch(self, batch, metrics):
+        return batch
+
+    def _val_metrics_update(self, sources, uids, infos, turns, expected_acc_counts=None):
+        return {"val": len(uids)}
+
+
+def with_data(monkeypatch, **changes):
+    monkeypatch.setattr(trainer, "_watch_memory", lambda: None)
+    more = {"algorithm": {}, "data": {"train_batch_size": 2, "truncation": "error", "filter_overlong_prompts": True}}
+    more["data"] |= {"max_prompt_length": 4}
+    more["actor_rollout_ref"] = {"rollout": {"n": 2, "prompt_length": 4}}
+    return type("Trainer", (RunOfOurs, type("PPOTrainer", (DataOfVerl,), changes)), {})(OmegaConf.merge(config(), more))
+
+
+def test_failed_answers_are_in_the_metrics_of_the_step(monkeypatch):
+    made, metrics = with_data(monkeypatch), {"verl": 1}
+    batch = SimpleNamespace(keys=["a_0_0", "a_1_0", "b_1_0"], tags=[{}, {}, {}])
+    assert made._balance_batch(batch, metrics) is batch
+    assert metrics == {"verl": 1, "megatrain/failed_answers": 1, "megatrain/lone_answers": 1}
+
+
+def test_answers_of_prompts_that_verl_has_replaced_count_too(monkeypatch):
+    made = with_data(monkeypatch)
+    metrics = {"training/rollout_failure/evicted_samples": 3}
+    made._balance_batch(SimpleNamespace(keys=["a_0_0", "a_1_0", "b_0_0", "b_1_0"], tags=[{}] * 4), metrics)
+    assert metrics["megatrain/failed_answers"] == 6
+    source = inspect.getsource(replay_buffer.ReplayBuffer._evict_terminal_groups)
+    assert "{prefix}/rollout_failure/evicted_samples" in source
+
+
+def test_failed_answers_are_in_the_metrics_of_a_validation(monkeypatch):
+    metrics = with_data(monkeypatch)._val_metrics_update([], ["a"], {}, [], expected_acc_counts={("x", "a"): 2})
+    assert metrics == {"val": 1, "megatrain/failed_val_answers": 1}
+
+
+@pytest.mark.parametrize(
+    "changes, told", [({"train": (1,)}, r"data\.train_files: 1"), ({"validation": ()}, r"data\.val_files: 0")]
+)
+def test_too_little_data_is_told_before_anything_is_built(monkeypatch, changes, told):
+    with pytest.raises(ValueError, match=told):
+        with_data(monkeypatch, **changes)._init_dataloader()
+    with_data(monkeypatch)._init_dataloader()
+
+
+def test_verl_counts_the_answers_of_a_validation_as_ours_expects():
+    """By keyword, with one uid for each answer."""
+    source = inspect.getsource(PPOTrainer._validate)
+    assert "expected_acc_counts=expected_acc_counts" in source and "sample_uids.extend(data.pop(" in source
+    assert "batch = upsample_batch_to_divisible_size(" in inspect.getsource(PPOTrainer._balance_batch)
 
 
 # ---- errors in words of the run ----
