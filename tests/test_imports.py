@@ -38,7 +38,7 @@ PLUGIN_ROOMS = [
     {f"{PLUGIN}.register"},
     {f"{PLUGIN}.task_runner", f"{PLUGIN}.driver", f"{PLUGIN}.engine", f"{PLUGIN}.platform_cpu"},
     {f"{PLUGIN}.monitoring", f"{PLUGIN}.startup_times", f"{PLUGIN}.supported"},
-    {f"{PLUGIN}.settings"},
+    {f"{PLUGIN}.settings", f"{PLUGIN}.registered"},
     {f"{PLUGIN}.config"},
 ]
 FRAMEWORKS = {"verl", "ray", "vllm", "tensordict", "hydra", "omegaconf", "transfer_queue"}

@@ -8,6 +8,7 @@ changes anything.
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from transformers import PretrainedConfig
 from verl.workers.config import EngineConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig
 
 from megatrain_rl.verl_plugin import settings
@@ -126,16 +127,33 @@ def _check_bypass_mode(config: DictConfig) -> None:
     actor = OmegaConf.select(config, f"{where}.rollout_correction") or {}
     in_actor = OmegaConf.select(config, f"{where}.loss_mode") == "bypass_mode"
     # what these settings do without bypass mode's loss: PPO's clipped loss on every token
-    for key, without in {"loss_type": "ppo_clip", "rollout_rs": None}.items():
+    keys: dict[str, Any] = {"loss_type": "ppo_clip", "rollout_rs": None}
+    if wanted.get("rollout_rs"):
+        keys["rollout_rs_threshold"] = None
+    if wanted.get("loss_type") == "reinforce":  # PPO's loss takes no importance weights
+        keys |= {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False}
+    for key, without in keys.items():
         value, got = wanted.get(key, without), actor.get(key, without) if in_actor else without
         _refuse(
-            value != got, f"algorithm.rollout_correction.{key}", value,
+            str(value) != str(got), f"algorithm.rollout_correction.{key}", value,
             f"VERL hands it to no actor, set {where}.loss_mode=bypass_mode and +{where}.rollout_correction to the same",
         )  # fmt: skip
 
 
 def _check_adapter(path: str | None, prefix: str) -> None:
     _refuse(path not in (None, REFERENCE_MARKER), f"{prefix}lora_adapter_path", path, "set it to null")
+
+
+def check_model_code(model: PretrainedConfig, *, trusted: bool) -> None:
+    """Raise a ValueError if transformers would run code of the model's folder: the layers here are transformers' own.
+
+    Without trust_remote_code transformers, too, takes its own class for a model type that it knows.
+    """
+    code = (model.to_dict().get("auto_map") or {}).get("AutoModelForCausalLM")
+    _refuse(
+        trusted and code is not None, "model.trust_remote_code", True,
+        f"the folder's own model code ({code}) is not run, set it to false to train transformers' {model.model_type}",
+    )  # fmt: skip
 
 
 def check_engine(
@@ -157,12 +175,7 @@ def check_engine(
     _refuse(model.mtp.enable, "model.mtp.enable", True, "set it to false")
     kind = model.hf_config.model_type
     _refuse("vision_config" in model.hf_config.to_dict(), "model.path (a vision model)", kind, "use a text model")
-    own_class = (getattr(model.hf_config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    _refuse(
-        model.trust_remote_code and own_class is not None, "model.trust_remote_code", True,
-        f"the model's folder has a class of its own ({own_class}), which is not run here; set it to false, and check that the "
-        f"class of transformers for {kind} computes the same",
-    )  # fmt: skip
+    check_model_code(model.hf_config, trusted=model.trust_remote_code)
     mode = engine.router_replay.mode
     _refuse(mode != "disabled", "router_replay.mode", mode, "set it to disabled")
     if isinstance(engine, FSDPEngineConfig):

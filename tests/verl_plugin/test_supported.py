@@ -1,5 +1,8 @@
 """Runs that strategy megatrain does not support are refused in one line, by driver and engine; other runs pass."""
 
+import json
+import shutil
+
 import pytest
 from verl_cases import DP, OURS, validate
 
@@ -53,19 +56,34 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 IN_ACTOR = "actor_rollout_ref.actor.policy_loss"
 
 
-@pytest.mark.parametrize("asked", ["loss_type=reinforce", "rollout_rs=token_k1"])
+# Settings of bypass mode, of which the last makes a difference only with the others.
+BYPASS_SETTINGS = [
+    ["loss_type=reinforce"],
+    ["rollout_rs_threshold=2.0", "rollout_rs=token_k1"],
+    ["rollout_rs=token_k2", "rollout_rs_threshold=0.5"],
+    ["loss_type=reinforce", "rollout_is=token"],
+    ["loss_type=reinforce", "rollout_is=token", "rollout_is_threshold=1.5"],
+    ["loss_type=reinforce", "rollout_is=token", "rollout_is_batch_normalize=true"],
+]
+
+
+@pytest.mark.parametrize("asked", BYPASS_SETTINGS)
 @pytest.mark.parametrize("selected", [OURS, DP])
 def test_a_correction_that_does_not_reach_the_actor_is_refused(selected, asked):
     """VERL's trainer notes it in the driver's config, of which the actor has had its part already."""
-    run = [*selected, BYPASS, f"algorithm.rollout_correction.{asked}"]
-    with pytest.raises(ValueError, match=rf"rollout_correction\.{asked}.*policy_loss\.loss_mode=bypass_mode"):
+
+    def actor(settings):
+        return [f"+{IN_ACTOR}.rollout_correction={{{', '.join(settings).replace('=', ': ')}}}"]
+
+    run = [*selected, BYPASS, *(f"algorithm.rollout_correction.{each}" for each in asked)]
+    with pytest.raises(ValueError, match=r"rollout_correction\.\w+=.*policy_loss\.loss_mode=bypass_mode"):
         validate(*run)
-    with pytest.raises(ValueError, match=rf"rollout_correction\.{asked}"):
-        validate(*run, f"{IN_ACTOR}.loss_mode=bypass_mode")
-    key, value = asked.split("=")
-    validate(*run, f"{IN_ACTOR}.loss_mode=bypass_mode", f"+{IN_ACTOR}.rollout_correction={{{key}: {value}}}")
+    key = asked[-1].split("=")[0]
+    with pytest.raises(ValueError, match=rf"rollout_correction\.{key}="):
+        validate(*run, f"{IN_ACTOR}.loss_mode=bypass_mode", *(actor(asked[:-1]) if asked[:-1] else []))
+    validate(*run, f"{IN_ACTOR}.loss_mode=bypass_mode", *actor(asked))
     validate(*selected, BYPASS)
-    validate(BYPASS, f"algorithm.rollout_correction.{asked}")  # another strategy's run
+    validate(*run[len(selected) :])  # another strategy's run
 
 
 def test_ulysses_is_refused_on_dp():
@@ -100,25 +118,6 @@ def test_unsupported_is_refused_by_the_engine(tiny_model, model_settings, expect
 
 
 @pytest.mark.usefixtures("world")
-def test_a_model_that_brings_its_own_class_is_refused(tiny_model):
-    """VERL's own engines would run it; without trust_remote_code transformers takes its own, as here."""
-    from verl.workers.config import FSDPEngineConfig, HFModelConfig
-
-    from megatrain_rl.verl_plugin.supported import check_engine
-
-    rest = {"engine": FSDPEngineConfig(), "optim": None, "world_size": 1, "async_save": False, "load_contents": []}
-    for trusted, own, refused in [(True, True, True), (False, True, False), (True, False, False)]:
-        model = HFModelConfig(path=tiny_model, trust_remote_code=trusted)
-        if own:
-            model.hf_config.auto_map = {"AutoModelForCausalLM": "modeling_my.MyModel"}
-        if refused:
-            with pytest.raises(ValueError, match=r"trust_remote_code=True.*modeling_my\.MyModel"):
-                check_engine(model=model, **rest)
-        else:
-            check_engine(model=model, **rest)
-
-
-@pytest.mark.usefixtures("world")
 def test_fsdp_configs_are_checked_by_the_engine(tiny_model):
     """On model_engine=dp the engine gets FSDP's configs; what they ask for beyond ours is refused."""
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -144,3 +143,27 @@ def test_fsdp_configs_are_checked_by_the_engine(tiny_model):
     ]:
         with pytest.raises(ValueError, match=expected):
             check_engine(**{**good, "load_contents": contents, **bad})
+
+
+def with_code_of_its_own(tiny_model, folder) -> str:
+    """The tiny model with a class of its own, which transformers would run if it is trusted."""
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}))
+    return str(folder)
+
+
+def test_a_models_own_code_is_refused_in_the_driver(tiny_model, tmp_path):
+    run = [*OURS, f"actor_rollout_ref.model.path={with_code_of_its_own(tiny_model, tmp_path / 'model')}"]
+    validate(*run)  # untrusted, it is transformers' own class there too
+    with pytest.raises(ValueError, match=r"model\.trust_remote_code=True.*mine\.Mine"):
+        validate(*run, "actor_rollout_ref.model.trust_remote_code=true")
+    validate(*OURS, f"actor_rollout_ref.model.path={tiny_model}", "actor_rollout_ref.model.trust_remote_code=true")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_models_own_code_is_refused_by_the_engine(tiny_model, tmp_path):
+    from verl_cases import make_engine
+
+    with pytest.raises(ValueError, match=r"model\.trust_remote_code=True.*mine\.Mine"):
+        make_engine(with_code_of_its_own(tiny_model, tmp_path / "model"), model_settings={"trust_remote_code": True})

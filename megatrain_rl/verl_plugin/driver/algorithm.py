@@ -1,6 +1,7 @@
 """What a run computes is asked of VERL's own functions in the driver: a name that they do not know is refused.
 
-Without these checks an unknown name is found in the first step, minutes after the start. Functions that a user has
+Without these checks an unknown name is found in the first step, minutes after the start. What those functions make of
+their other settings is tried in trial.py. Functions that a user has
 registered with VERL are known too, if `actor_rollout_ref.model.external_lib` names the module that does so. Called by
 prepare.py.
 """
@@ -12,7 +13,10 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from megatrain_rl.verl_plugin.driver import trial
+
 _ACTOR = "actor_rollout_ref.actor"
+_SUMS_OF_SQUARES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
 
 def check_algorithm(config: DictConfig) -> None:
@@ -29,6 +33,11 @@ def check_algorithm(config: DictConfig) -> None:
             "algorithm.adv_estimator=remax: VERL's v1 trainer makes no greedy answers for its baseline; use another "
             "estimator without a critic, such as grpo or rloo"
         )
+    if algorithm.adv_estimator in _SUMS_OF_SQUARES:
+        raise ValueError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator}: it needs {_ACTOR}.calculate_sum_pi_squared, which is "
+            "not supported by strategy megatrain; use another estimator without a critic, such as grpo or rloo"
+        )
     zeros = cast(torch.FloatTensor, torch.zeros(1, 1))
 
     def penalty(name: str) -> Any:
@@ -44,6 +53,9 @@ def check_algorithm(config: DictConfig) -> None:
         _ask(f"{_ACTOR}.kl_loss_type", actor.kl_loss_type, penalty)
     if algorithm.use_kl_in_reward:
         _ask("algorithm.kl_penalty", algorithm.kl_penalty, penalty)
+    trial.check_estimator(config)
+    trial.check_correction(config)
+    trial.check_loss(config)
 
 
 def _ask(setting: str, name: str, use: Callable[[str], Any]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from megatrain_rl.config import StreamConfig
+from megatrain_rl.verl_plugin import supported
 from megatrain_rl.verl_plugin.driver.files import output_folder
 from megatrain_rl.verl_plugin.driver.gpu_share import AUTO, model_folder
 from verl_patches.ours import is_ours
@@ -67,6 +68,13 @@ def context(config: DictConfig) -> int | None:
 def _longest(config: DictConfig) -> int:
     rollout = config.actor_rollout_ref.rollout
     return rollout.prompt_length + rollout.response_length
+
+
+def check_model_code(config: DictConfig) -> None:
+    """Raise a ValueError if a local model is to be run by code of its own folder."""
+    model = _local_model(config)
+    if model is not None and is_ours(config):
+        supported.check_model_code(model, trusted=config.actor_rollout_ref.model.trust_remote_code)
 
 
 def check_mini_batch(config: DictConfig) -> None:

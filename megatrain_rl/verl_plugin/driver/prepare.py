@@ -39,6 +39,7 @@ def refuse(config: DictConfig) -> gpu_share.Card | None:
     files.check_output(config)
     if ours.is_ours(config):
         files.check_resumable(config, role="actor")
+    inputs.check_model_code(config)
     inputs.check_context(config)
     inputs.check_mini_batch(config)
     inputs.check_loggers(config)

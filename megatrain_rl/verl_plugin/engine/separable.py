@@ -12,6 +12,8 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
+from megatrain_rl.verl_plugin.registered import is_verls_own
+
 # `clip_cov` and `kl_cov` pick tokens among all that they see, and `geo_mean` divides by the rows that it sees.
 _SEPARABLE_MODES = frozenset({"vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "dro", "cispo", "bypass_mode"})
 
@@ -41,9 +43,7 @@ def unbound(loss_function: Callable | None) -> tuple[Callable | None, object]:
 
 def _is_separable_mode(config: ActorConfig) -> bool:
     mode = config.policy_loss.get("loss_mode", "vanilla")
-    # A user's function may be registered under a name of VERL's, and a decorator may have copied the names of VERL's
-    # function to it. Where it was written stays with it.
-    if getattr(core_algos.get_policy_loss_fn(mode), "__globals__", None) is not vars(core_algos):
+    if not is_verls_own(core_algos.get_policy_loss_fn(mode)):
         return False
     return mode in _SEPARABLE_MODES and not (mode == "bypass_mode" and _weighs_by_the_batch(config))
 
