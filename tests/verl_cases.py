@@ -26,6 +26,8 @@ RUN = [
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.rollout.name=embedded",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
 ]
 
 

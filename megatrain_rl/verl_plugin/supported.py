@@ -1,10 +1,11 @@
 """A run that asks for something unsupported is refused in one line that names the setting. Nothing is ignored silently.
 
 `check_run` sees VERL's whole config in the driver, before Ray starts. `check_engine` sees the part that a worker gets,
-and so it covers SFT and other entry points too. Called by driver/prepare.py and engine/engine.py. Neither function
+and so it covers SFT and other entry points too. Called by driver/prepare.py and engine/engine.py. No function here
 changes anything.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -32,6 +33,7 @@ def check_run(config: DictConfig) -> None:
         return
     from verl.trainer.ppo.utils import need_critic
 
+    _refuse(bool(config.critic.enable), "critic.enable", True, "critics are missing, set it to false")
     _refuse(
         need_critic(config), "algorithm.adv_estimator", config.algorithm.adv_estimator,
         "critics are missing, set algorithm.adv_estimator=grpo or another estimator without a critic",
@@ -53,7 +55,6 @@ def check_run(config: DictConfig) -> None:
 
 # Setting: (the supported value, what to do instead of another one).
 _UNSUPPORTED = {
-    "distillation.enabled": (False, "set it to false"),
     "actor_rollout_ref.actor.use_prefix_grouper": (False, "set it to false"),
     "actor_rollout_ref.actor.calculate_sum_pi_squared": (False, "set it to false"),
     "actor_rollout_ref.actor.qat.enable": (False, "set it to false"),
@@ -72,13 +73,26 @@ def _check_parts(config: DictConfig, ours: set[str]) -> None:
     roles = "actor_rollout_ref"
     parts = {f"{roles}.model": settings.MODEL}
     if "actor" in ours:
+        known = any(
+            OmegaConf.select(config, f"{roles}.actor.{part}") is not None for part in ("fsdp_config", "megatrain")
+        )
+        _refuse(not known, "model_engine", config.model_engine, "set it to megatrain, or leave it at VERL's default")
+        contents = config.actor_rollout_ref.actor.checkpoint.load_contents
+        _check_contents(contents, f"{roles}.actor.checkpoint.load_contents")
         parts |= {f"{roles}.actor": settings.ACTOR, f"{roles}.actor.checkpoint": settings.CHECKPOINT}
+    settings.check(settings.RUN, config, "")
     for role in ours & {"actor", "ref"}:
         parts[f"{roles}.{role}.fsdp_config"] = settings.ENGINE
     for path, part in parts.items():
         given = OmegaConf.select(config, path)
         if given is not None:
             settings.check(part, given, f"{path}.")
+
+
+def check_sft(config: DictConfig) -> None:
+    """Tell the settings of an SFT run of ours that have no effect. What is refused there, the engine refuses."""
+    settings.check(settings.MODEL, config.model, "model.")
+    settings.check(settings.CHECKPOINT, config.checkpoint, "checkpoint.")
 
 
 def _check_knobs_are_ours(config: DictConfig) -> None:
@@ -116,6 +130,12 @@ def _check_order_of_a_run(config: DictConfig) -> None:
     setting = "actor_rollout_ref.rollout.checkpoint_engine.backend"
     backend = OmegaConf.select(config, setting)
     _refuse(backend == "delta_sharded", setting, backend, "set it to naive")
+    judge = config.reward.reward_model
+    _refuse(
+        config.trainer.device == "cuda" and judge.enable and not judge.enable_resource_pool,
+        "reward.reward_model.enable", True,
+        "the division of the GPU has no share for it, set reward.reward_model.enable_resource_pool=true for a GPU of its own",
+    )  # fmt: skip
 
 
 def _check_bypass_mode(config: DictConfig) -> None:
@@ -189,8 +209,11 @@ def check_engine(
         _refuse(name != adamw, "optim.optimizer_impl.optimizer", name, f"the update is AdamW, use {adamw}")
         _refuse(not optim.zero_indexed_step, "optim.zero_indexed_step", False, "set it to true")
     _refuse(async_save, "checkpoint.async_save", True, "set it to false, checkpoints are written at once")
-    missing = {"model", "optimizer", "extra"} - set(load_contents)
-    _refuse(
-        optim is not None and bool(missing), "checkpoint.load_contents", load_contents,
-        "a checkpoint is always complete, use [model,optimizer,extra]",
-    )  # fmt: skip
+    if optim is not None:
+        _check_contents(load_contents, "checkpoint.load_contents")
+
+
+def _check_contents(load_contents: Sequence[str] | None, setting: str) -> None:
+    missing = {"model", "optimizer", "extra"} - set(load_contents or ())
+    complete = "a checkpoint is always complete, use [model,optimizer,extra]"
+    _refuse(bool(missing), setting, load_contents, complete)

@@ -24,6 +24,24 @@ from verl_cases import DP, OURS, validate
         ("actor_rollout_ref.actor.checkpoint.async_save=true", "checkpoint.async_save=True"),
         ("trainer.v1.trainer_mode=separate_async", "trainer_mode=separate_async"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", "backend=delta_sharded"),
+        ("critic.enable=true", "critic.enable=True"),
+        ("custom_reward_function.path=mine.py", "custom_reward_function.path=mine.py"),
+        ("+custom_reward_function.reward_kwargs={a: 1}", "custom_reward_function.reward_kwargs.a=1"),
+        ("reward_model.rollout.name=vllm", "reward_model.rollout.name=vllm"),
+        ("sandbox_fusion.url=http://here", "sandbox_fusion.url=http://here"),
+        ("data.tokenizer=other", "data.tokenizer=other"),
+        ("actor_rollout_ref.rollout.mode=sync", "rollout.mode=sync"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"),
+        ("actor_rollout_ref.rollout.data_parallel_size=2", "rollout.data_parallel_size=2"),
+        ("actor_rollout_ref.rollout.log_prob_micro_batch_size=4", "rollout.log_prob_micro_batch_size=4"),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size=4", "ref.log_prob_micro_batch_size=4"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=4", "actor.ppo_micro_batch_size=4"),
+        ("actor_rollout_ref.actor.checkpoint.load_contents=[model]", "actor.checkpoint.load_contents=['model']"),
+        ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=False"),
+        ("algorithm.use_pf_ppo=true", "algorithm.use_pf_ppo=True"),
+        ("trainer.critic_warmup=5", "trainer.critic_warmup=5"),
+        ("trainer.del_local_ckpt_after_load=true", "trainer.del_local_ckpt_after_load=True"),
+        ("global_profiler.tool=precision_debugger", "global_profiler.tool=precision_debugger"),
     ],
 )
 @pytest.mark.parametrize("selected", [OURS, DP])
@@ -50,6 +68,24 @@ def test_a_reference_of_another_engine_is_refused_on_cuda():
     with pytest.raises(ValueError, match=r"ref\.strategy=fsdp.*megatrain"):
         validate(*mixed, "actor_rollout_ref.actor.use_kl_loss=true")
     validate(*mixed)
+
+
+def test_an_optimizer_other_than_adamw_is_refused_on_dp():
+    with pytest.raises(ValueError, match=r"actor\.optim\.optimizer=SGD"):
+        validate(*DP, "actor_rollout_ref.actor.optim.optimizer=SGD")
+
+
+def test_the_configs_of_another_engine_are_refused():
+    """model_engine=veomni builds VeOmni's engine whatever the strategy of the actor says."""
+    with pytest.raises(ValueError, match=r"model_engine=veomni.*megatrain"):
+        validate("model_engine=veomni", *DP)
+
+
+def test_a_reward_model_beside_both_is_refused_on_cuda():
+    judge = ["reward.reward_model.enable=true", "reward.reward_model.rollout.name=vllm"]
+    with pytest.raises(ValueError, match=r"reward\.reward_model\.enable=True"):
+        validate(*DP, *judge, "trainer.device=cuda")
+    validate(*DP, *judge, "trainer.device=cuda", "reward.reward_model.enable_resource_pool=true")
 
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"

@@ -19,6 +19,11 @@ _ROWS_LOOKED_AT = 64
 _BATCH = "data.train_batch_size"
 _RESUME = "trainer.resume_from_path"
 _REWARD = "reward.custom_reward_function"
+# Python files of the user's own, which VERL loads.
+_MODULES = (
+    f"{_REWARD}.path", "reward.reward_manager.module.path", "data.custom_cls.path",
+    "trainer.v1.sampler.custom_sampler.path",
+)  # fmt: skip
 
 
 def check_data(config: DictConfig) -> None:
@@ -76,12 +81,27 @@ def _paths(data: DictConfig, name: str) -> Iterator[Path | None]:
 
 
 def check_sft_data(config: DictConfig) -> None:
-    """Raise a ValueError for files of an SFT run that are not there."""
+    """Raise a ValueError for files of an SFT run that are not there, or have fewer rows than a batch.
+
+    VERL leaves an incomplete batch out, so such a run would train on nothing, or log a validation loss of nothing.
+    """
     data = config.data
+    batch = data.train_batch_size
+    if not (isinstance(batch, int) and batch > 0):
+        raise ValueError(f"{_BATCH}={batch}: must be a whole number above 0")
     if OmegaConf.select(config, "data.custom_cls.path"):
         return
-    for name in ("train_files", "val_files"):
-        list(_paths(data, name))  # SFT may have no validation
+    for name, limit in (("train_files", data.train_max_samples), ("val_files", data.val_max_samples)):
+        paths = list(_paths(data, name)) if data.get(name) else []  # SFT may have no validation
+        if not paths or None in paths:
+            continue
+        rows = sum(_read(path, f"data.{name}")[1] for path in paths if path is not None)
+        rows = min(rows, limit) if limit > 0 else rows
+        if rows < batch:
+            raise ValueError(
+                f"{_BATCH}={batch} is more than the {rows} rows of data.{name}: there would be no whole batch; lower "
+                f"{_BATCH} or add data"
+            )
     if not data.get("train_files"):
         raise ValueError("data.train_files is not set")
 
@@ -174,49 +194,31 @@ def check_truncation(config: DictConfig) -> None:
         )
 
 
-def check_reward(config: DictConfig) -> None:
-    """Raise a ValueError if the file of the user's reward function is not there, or has no such function.
+def check_modules(config: DictConfig) -> None:
+    """Raise a ValueError if a Python file of the user's is not there, or has not what is named beside it."""
+    for setting in _MODULES:
+        given = OmegaConf.select(config, setting)
+        if not given or "://" in str(given):
+            continue
+        path = Path(os.path.expanduser(str(given)))
+        if not path.is_file():
+            raise ValueError(f"{setting}: there is no file {path}")
+        # VERL takes a manager's class from the manager's name
+        name = "reward.reward_manager.name" if "manager" in setting else f"{setting.removesuffix('path')}name"
+        _check_has(path, str(OmegaConf.select(config, name)), setting, name)
 
-    VERL's main reads nothing under the older names of these settings, and would train with its own reward.
-    """
-    for section in ("custom_reward_function", "reward_model", "sandbox_fusion"):
-        key = _first_set(OmegaConf.select(config, section))
-        if key is not None:
-            raise ValueError(
-                f"{section}.{key} is an older name that VERL's main_ppo does not read; set it under reward.*"
-            )
-    given = OmegaConf.select(config, _REWARD) or {}
-    text, name = given.get("path"), given.get("name")
-    path = local(text) if text else None
-    name = str(name)
-    if path is None or str(text).startswith("pkg://"):
-        return
-    if not path.is_file():
-        raise ValueError(f"{_REWARD}.path: there is no file {path}")
+
+def _check_has(path: Path, wanted: str, setting: str, name: str) -> None:
     try:
         tree = ast.parse(path.read_text())
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{_REWARD}.path: {path} is no Python file: {error}") from error
-    named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    other = any(
-        not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Expr) for node in tree.body
-    )
-    if name not in named and not (other and name in path.read_text()):  # it may be assigned or imported
-        raise ValueError(
-            f"{_REWARD}.name={name}: {path} has no such function; it has {', '.join(sorted(named)) or 'none'}"
-        )
-
-
-def _first_set(section: Any, prefix: str = "") -> str | None:
-    """The first key in a section, with the keys above it, whose value is not null."""
-    for key, value in (section or {}).items():
-        if not isinstance(value, DictConfig):
-            found = None if value is None else f"{prefix}{key}"
-        else:
-            found = _first_set(value, f"{prefix}{key}.")
-        if found is not None:
-            return found
-    return None
+        raise ValueError(f"{setting}: {path} is no Python file: {error}") from error
+    plain = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    named = {node.name for node in tree.body if isinstance(node, plain)}
+    other = any(not isinstance(node, plain | ast.Expr) for node in tree.body)
+    if wanted not in named and not (other and wanted in path.read_text()):  # it may be assigned or imported
+        has = ", ".join(sorted(named)) or "none"
+        raise ValueError(f"{name}={wanted}: {path} has no such function or class; it has {has}")
 
 
 def resume_path(config: DictConfig) -> str | None:
@@ -284,7 +286,13 @@ def _latest(config: DictConfig) -> Path | None:
     tracker = root / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         return None
-    folder = root / f"global_step_{tracker.read_text().strip()}"
+    step = tracker.read_text(errors="replace").strip()
+    if not step.isdigit():
+        raise ValueError(
+            f"{tracker} has {step[:40]!r} and not the step to go on from: write the step's number into it, or set "
+            "trainer.resume_mode=disable"
+        )
+    folder = root / f"global_step_{int(step)}"
     return folder if folder.exists() else None  # VERL starts anew where it is gone
 
 
@@ -305,7 +313,7 @@ def output_folder(config: DictConfig) -> Path:
 
 def expand_home(config: DictConfig) -> None:
     """Put the user's home in the place of `~` in the paths that VERL takes as they stand."""
-    for setting in ("trainer.default_local_dir", "data.train_files", "data.val_files", f"{_REWARD}.path"):
+    for setting in ("trainer.default_local_dir", "data.train_files", "data.val_files", *_MODULES):
         given = OmegaConf.select(config, setting)
         if isinstance(given, str) and given.startswith("~"):
             OmegaConf.update(config, setting, os.path.expanduser(given))

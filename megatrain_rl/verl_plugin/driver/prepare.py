@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from megatrain_rl.verl_plugin import startup_times, supported
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER
-from megatrain_rl.verl_plugin.driver import algorithm, environment, files, gpu_share, inputs
+from megatrain_rl.verl_plugin.driver import algorithm, environment, files, gpu_share, inputs, names, numbers
 from verl_patches import ours, weight_transfer_timeout
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,12 @@ def refuse(config: DictConfig) -> gpu_share.Card | None:
     supported.check_run(config)
     if ours.our_roles(config).isdisjoint({"actor", "ref"}):
         return None
+    numbers.check_numbers(config)
+    names.check_parts(config)
     algorithm.check_algorithm(config)
     files.check_data(config)
     files.check_truncation(config)
-    files.check_reward(config)
+    files.check_modules(config)
     files.check_output(config)
     if ours.is_ours(config):
         files.check_resumable(config, role="actor")
@@ -80,6 +82,7 @@ def fill_in(config: DictConfig, card: gpu_share.Card | None) -> None:
 
 def prepare_sft(config: DictConfig) -> None:
     """The same for an SFT run of ours, in the process that trains: it is refused, or its settings are filled in."""
+    supported.check_sft(config)
     files.check_sft_data(config)
     files.check_output(config)
     files.check_resumable(config, role="")

@@ -28,7 +28,8 @@ def check_estimator(config: DictConfig) -> None:
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
-    if not is_verls_own(core_algos.get_adv_estimator_fn(algorithm.adv_estimator)):
+    estimator = core_algos.ADV_ESTIMATOR_REGISTRY.get(algorithm.adv_estimator)
+    if estimator is None or not is_verls_own(estimator):
         return
     rows = _rows(2 * n)
     rewards = rows["response_mask"] * torch.arange(2.0 * n)[:, None]
@@ -74,8 +75,8 @@ def check_loss(config: DictConfig) -> None:
 
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     mode = actor.policy_loss.loss_mode
-    loss = core_algos.get_policy_loss_fn(mode)
-    if not is_verls_own(loss):
+    loss: Callable[..., Any] | None = core_algos.POLICY_LOSS_REGISTRY.get(mode)
+    if loss is None or not is_verls_own(loss):
         return
     rows = _rows(2)
     counts = {"dp_size": 1, "batch_num_tokens": 2 * _TOKENS, "global_batch_size": 2}

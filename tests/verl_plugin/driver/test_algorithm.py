@@ -5,13 +5,15 @@ import sys
 import pytest
 from verl_cases import OURS, RUN, composed
 
-from megatrain_rl.verl_plugin.driver import algorithm
+from megatrain_rl.verl_plugin.driver import algorithm, names
 
 ACTOR = "actor_rollout_ref.actor"
 
 
 def check(*overrides: str) -> None:
-    algorithm.check_algorithm(composed(*RUN, *OURS, *overrides))
+    config = composed(*RUN, *OURS, *overrides)
+    names.check_parts(config)
+    algorithm.check_algorithm(config)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,16 @@ def check(*overrides: str) -> None:
         ([f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=low_var"], "kl_loss_type=low_var"),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k9"], "algorithm.kl_penalty=k9"),
         ([f"{ACTOR}.loss_agg_mode=mean"], "loss_agg_mode=mean"),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=nonsense"], r"kl_ctrl\.type=nonsense"),
+        (
+            ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl={type: adaptive, horizon: 0}"],
+            r"kl_ctrl\.type=adaptive.*horizon",
+        ),
+        (["actor_rollout_ref.rollout.name=nonsense"], r"rollout\.name=nonsense.*embedded"),
+        (["actor_rollout_ref.rollout.name=null"], r"rollout\.name is not set"),
+        (["actor_rollout_ref.rollout.name=???"], r"rollout\.name is not set"),
+        (["trainer.v1.trainer_mode=nonsense"], r"trainer_mode=nonsense.*sync"),
+        (["reward.reward_manager.name=nonsense"], r"reward_manager\.name=nonsense"),
         (["actor_rollout_ref.model.external_lib=no_such_module"], r"model\.external_lib=no_such_module"),
     ],
 )
@@ -39,6 +51,18 @@ def test_verls_estimators(name):
 @pytest.mark.parametrize("name", ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3+"])
 def test_verls_penalties(name):
     check(f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={name}")
+
+
+def test_names_in_files_and_modules_that_only_the_run_loads(tmp_path):
+    mine = tmp_path / "data.py"
+    mine.write_text("@register_adv_est('mine')\ndef mine(**kwargs): ...\n")
+    check("algorithm.adv_estimator=mine", f"data.custom_cls.path={mine}")
+    with pytest.raises(ValueError, match="adv_estimator=other"):
+        check("algorithm.adv_estimator=other", f"data.custom_cls.path={mine}")
+    elsewhere = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=mine"
+    check(
+        elsewhere, "algorithm.adv_estimator=other", "trainer.v1.trainer_mode=other", f"{ACTOR}.policy_loss.loss_mode=other"
+    )  # fmt: skip
 
 
 def test_what_is_not_used_is_not_looked_at():

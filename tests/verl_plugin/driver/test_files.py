@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from verl_cases import OURS, RUN, composed, data_file, write_prompts
 
+from megatrain_rl.verl_plugin import supported
 from megatrain_rl.verl_plugin.driver import files, prepare
 
 TEXT = "What is one and one?"
@@ -130,16 +131,55 @@ def test_the_reward_function(tmp_path):
     path = tmp_path / "reward.py"
     given = f"reward.custom_reward_function.path={path}"
     with pytest.raises(ValueError, match=r"reward\.custom_reward_function\.path.*reward\.py"):
-        files.check_reward(run(given))
+        files.check_modules(run(given))
     path.write_text("def score(:")
     with pytest.raises(ValueError, match="no Python file"):
-        files.check_reward(run(given))
+        files.check_modules(run(given))
     path.write_text("def score(**kwargs):\n    return 1.0\n")
     with pytest.raises(ValueError, match=r"reward\.custom_reward_function\.name=compute_score.*score"):
-        files.check_reward(run(given))
-    files.check_reward(run(given, "reward.custom_reward_function.name=score"))
+        files.check_modules(run(given))
+    files.check_modules(run(given, "reward.custom_reward_function.name=score"))
     path.write_text("import functools\ncompute_score = functools.partial(max, 1)\n")
-    files.check_reward(run(given))
+    files.check_modules(run(given))
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("data.custom_cls.path", "data.custom_cls.name"),
+        ("trainer.v1.sampler.custom_sampler.path", "trainer.v1.sampler.custom_sampler.name"),
+        ("reward.reward_manager.module.path", "reward.reward_manager.name"),
+    ],
+)
+def test_other_modules_of_the_users(tmp_path, path, name):
+    mine = tmp_path / "mine.py"
+    given = [f"{path}={mine}", f"{name}=Mine"]
+    with pytest.raises(ValueError, match=rf"{path}: there is no file .*mine\.py"):
+        files.check_modules(run(*given))
+    mine.write_text("class Other: ...\n")
+    with pytest.raises(ValueError, match=rf"{name}=Mine.*Other"):
+        files.check_modules(run(*given))
+    mine.write_text("class Mine: ...\n")
+    files.check_modules(run(*given))
+    files.check_modules(run(f"{path}=pkg://mine", f"{name}=Mine"))
+
+
+def test_sft_data(tmp_path):
+    def check(*overrides: str) -> None:
+        sft = ["engine=megatrain", "optim=megatrain", f"data.train_files={tmp_path}/train.parquet"]
+        files.check_sft_data(composed(*sft, *overrides, name="sft_trainer_engine"))
+
+    write_prompts(tmp_path / "train.parquet", 8)
+    check("data.train_batch_size=8")
+    with pytest.raises(ValueError, match=r"train_batch_size=9 .*8 rows of data\.train_files"):
+        check("data.train_batch_size=9")
+    with pytest.raises(ValueError, match=r"train_batch_size=8 .*4 rows of data\.train_files"):
+        check("data.train_batch_size=8", "data.train_max_samples=4")
+    write_prompts(tmp_path / "val.parquet", 2)
+    with pytest.raises(ValueError, match=r"train_batch_size=8 .*2 rows of data\.val_files"):
+        check("data.train_batch_size=8", f"data.val_files={tmp_path}/val.parquet")
+    with pytest.raises(ValueError, match=r"train_batch_size=0"):
+        check("data.train_batch_size=0")
 
 
 @pytest.mark.parametrize(
@@ -152,8 +192,8 @@ def test_the_reward_function(tmp_path):
     ],
 )
 def test_older_names_of_reward_settings(override):
-    with pytest.raises(ValueError, match=rf"{override.split('=')[0]}.*reward\."):
-        files.check_reward(run(override))
+    with pytest.raises(ValueError, match=rf"{override.split('=')[0]}.*below reward"):
+        supported.check_run(run(override))
 
 
 def resuming(path: str) -> tuple[str, str]:
@@ -175,6 +215,33 @@ def test_the_path_to_resume_from(tmp_path, monkeypatch):
         files.resume_path(run("trainer.resume_mode=auto", f"trainer.resume_from_path={wanted}"))
     with pytest.raises(ValueError, match=r"trainer\.resume_mode=always"):
         files.resume_path(run("trainer.resume_mode=always"))
+
+
+def test_a_path_to_resume_from_that_nothing_reads(tmp_path):
+    given = f"trainer.resume_from_path={tmp_path}/global_step_3"
+    with pytest.raises(ValueError, match=r"resume_from_path=.*resume_mode=auto.*resume_mode=resume_path"):
+        files.resume_path(run(given))
+    assert files.resume_path(run(given, "trainer.resume_mode=disable")) is None
+    sft = composed("engine=megatrain", "optim=megatrain", f"{given}/", name="sft_trainer_engine")
+    assert files.resume_path(sft) == f"{tmp_path}/global_step_3"
+
+
+def test_the_home_is_looked_at_where_the_run_will_look(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run" / "global_step_4" / "actor").mkdir(parents=True)
+    tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
+    tracker.write_text("4")
+    here = "trainer.default_local_dir='~/run'"
+    with pytest.raises(ValueError, match=r"global_step_4.*trainer_state\.json"):
+        files.check_resumable(run(here), "actor")
+    tracker.write_text("four")
+    with pytest.raises(ValueError, match=r"latest_checkpointed_iteration\.txt has 'four'"):
+        files.check_resumable(run(here), "actor")
+    (tmp_path / "mine.py").write_text("def compute_score(**kwargs): ...\n")
+    config = run("reward.custom_reward_function.path='~/mine.py'")
+    files.check_modules(config)
+    files.expand_home(config)
+    assert config.reward.custom_reward_function.path == str(tmp_path / "mine.py")
 
 
 def whole(folder: Path) -> None:

@@ -83,7 +83,10 @@ def test_a_bad_time_limit_is_refused_in_the_driver(monkeypatch):
         validate(*OURS)
 
 
-def test_a_trainer_of_the_users_own_is_kept_and_told(caplog):
+def test_a_trainer_of_the_users_own_is_kept_and_told(caplog, monkeypatch):
+    from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+
+    monkeypatch.setitem(trainer_base.TRAINER_REGISTRY, "mine", get_trainer_cls("sync"))
     config = composed(*READY, *OURS, "trainer.v1.trainer_mode=mine")
     prepare.prepare(config)
     assert config.trainer.v1.trainer_mode == "mine" and "trainer.v1.trainer_mode=mine" in caplog.text
