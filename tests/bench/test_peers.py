@@ -13,6 +13,7 @@ import psutil
 import pytest
 import tiny
 import torch
+from listeners import beyond_loopback, watched
 from transformers import AutoModelForCausalLM
 
 from megatrain_rl.batch import pack_sequences
@@ -68,9 +69,9 @@ def losses_and_norms(raw: list[str], engine: str) -> list[tuple[float, float]]:
     ]
 
 
-def test_peers_run_and_agree(run_bench):
+def test_peers_run_and_agree(run_bench, monkeypatch):
     """Weights differ (each draws its own), data and loss do not: losses and norms are close in every step. The
-    reference schedule is this package's own code and has its test in test_commands."""
+    reference schedule is this package's own code and has its test in test_commands. None listens to the network."""
     pytest.importorskip("deepspeed")
     words = (
         "--shape",
@@ -90,7 +91,11 @@ def test_peers_run_and_agree(run_bench):
     )
     # the limit is for zero3 on a busy machine: it builds two ops of DeepSpeed first
     sizes = ("--micro-batch-tokens", "40", "--set", "pack_tokens=40", "--time-limit", "900")
-    written = run_bench("peers", *words, *sizes, "--engine", "zero3", "--engine", "fsdp2", "--engine", "stream")
+    with watched() as (marked, listeners):
+        for name, value in marked.items():
+            monkeypatch.setenv(name, value)
+        written = run_bench("peers", *words, *sizes, "--engine", "zero3", "--engine", "fsdp2", "--engine", "stream")
+    assert beyond_loopback(listeners) == [] and listeners
     figures = written.figures("a")
     for engine in ("zero3_", "fsdp2_", ""):
         assert figures[f"{engine}tokens_per_s"] > 0 and figures[f"{engine}host_rss_gib"] > 0

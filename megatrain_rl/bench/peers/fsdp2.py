@@ -26,7 +26,9 @@ class Fsdp2Engine:
     def __init__(self, config: PretrainedConfig, device: torch.device, *, micro_batch_tokens: int, seed: int):
         cuda = device.type == "cuda"
         # gloo beside nccl: the gradient norm is reduced where the gradients are, on the host
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        # a store in this process: the default one listens on all network interfaces
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self._device = device
         self.pack_tokens = micro_batch_tokens
         self._model = PeerModel(config, dtype=torch.float32, device=device, seed=seed).to("cpu")

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import socket
+import sys
 import time
 
 import torch
@@ -102,12 +103,14 @@ def _report(content: dict) -> None:
 
 
 def _single_process_group() -> None:
-    """Set the environment variables from which torch.distributed makes a world of one process."""
+    """Set the environment variables of a world of one process, which listens on the loopback interface only."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback,
     }  # fmt: skip
 
 

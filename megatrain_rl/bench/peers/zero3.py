@@ -51,7 +51,10 @@ class Zero3Engine:
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
         wait_for_builds(*BUILT_OPS, wanted_by="the engine zero3")
-        deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        # DeepSpeed takes a group that is there; its own has a store that listens on all network interfaces
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed(dist_backend=backend, verbose=False)
         self._device = device
         self.pack_tokens = micro_batch_tokens
         # drawn on the device, where that takes a second; the engine wants it on the host
