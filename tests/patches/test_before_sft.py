@@ -4,6 +4,7 @@ import importlib.util
 import types
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from patch_cases import OUTSIDE, asked, empty
 from verl_cases import composed
@@ -42,9 +43,13 @@ def test_defect_is_still_there():
 
 
 def test_patch_mends_it(tmp_path):
-    (tmp_path / "train.parquet").write_bytes(b"")
+    rows = tmp_path / "train.parquet"
+    pd.DataFrame({"messages": [[{"role": "user", "content": "2 + 2?"}]] * 8}).to_parquet(rows)
     config = sft(
-        f"data.train_files={tmp_path}/train.parquet", "trainer.total_epochs=2", "trainer.total_training_steps=50"
+        f"data.train_files={rows}",
+        "data.train_batch_size=8",
+        "trainer.total_epochs=2",
+        "trainer.total_training_steps=50",
     )
     [given] = seen_by_ours(config)
     assert ours.sft_lives_here(), "resumed_epoch.py asks for it, in both mains"
