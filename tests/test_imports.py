@@ -37,6 +37,7 @@ PLUGIN_ROOMS = [
     {f"{PLUGIN}.targets", f"{PLUGIN}.knobs"},
     {f"{PLUGIN}.register"},
     {f"{PLUGIN}.task_runner", f"{PLUGIN}.driver", f"{PLUGIN}.engine", f"{PLUGIN}.platform_cpu"},
+    {f"{PLUGIN}.on_policy"},
     {f"{PLUGIN}.monitoring", f"{PLUGIN}.startup_times", f"{PLUGIN}.supported"},
     {f"{PLUGIN}.settings", f"{PLUGIN}.registered"},
     {f"{PLUGIN}.config"},

@@ -78,6 +78,9 @@ CHECKS = {
             "_build_replay_buffer",
             "_init_dataloader",
             "_balance_batch",
+            "_compute_old_log_prob",
+            "_compute_advantage",
+            "_update_actor",
             "_add_prompts_to_generate",
             "_val_metrics_update",
         )

@@ -157,6 +157,8 @@ def test_model_engine_trains_saves_and_resumes(workspace, device):
     steps = first | resumed
     for step in steps.values():
         assert_healthy(step)
+        # one update a batch: there was no pass for old log-probs, whose metrics come from the update
+        assert step["actor/ppo_kl"] == 0 and step["timing_s/old_log_prob"] < 0.2 * step["timing_s/ref"]
         # the rollout samples at temperature 0.8 with the weights it was sent, the first after a resume included
         assert step["training/rollout_probs_diff_max"] < 1e-4
         assert_watched(step, workspace / f"ckpt-{device}" / "megatrain")

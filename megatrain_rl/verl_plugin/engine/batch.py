@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
 from megatrain_rl.batch import PackedBatch, pack_sequences
 from megatrain_rl.objectives import TokenStats
@@ -106,6 +107,15 @@ def response_lengths(data: TensorDict) -> list[int]:
     if responses.is_nested:
         return jagged_lengths(responses)
     return data["attention_mask"][:, -responses.shape[1] :].sum(dim=1).tolist()
+
+
+def of_responses(values: Tensor, data: TensorDict) -> Tensor:
+    """Per-token `values` of whole rows, jagged, at the positions that predict the responses, in the responses' layout.
+
+    That is VERL's layout of `old_log_probs` in `data`: jagged where the response mask is, else padded.
+    """
+    mask = data["response_mask"]
+    return response_from_nested(values, mask) if mask.is_nested else no_padding_2_padding(values, data)
 
 
 def everywhere(data: TensorDict) -> list[Tensor]:

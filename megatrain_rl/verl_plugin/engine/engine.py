@@ -24,7 +24,7 @@ from megatrain_rl.batch import PackedBatch
 from megatrain_rl.config import StreamConfig
 from megatrain_rl.host.machine import usable_cores
 from megatrain_rl.trainer import StreamTrainer
-from megatrain_rl.verl_plugin import supported
+from megatrain_rl.verl_plugin import on_policy, supported
 from megatrain_rl.verl_plugin.config import REFERENCE_MARKER, MegaTrainEngineConfig, adamw_config, lr_schedule
 from megatrain_rl.verl_plugin.engine import batch, checkpoint, loading, process_group
 from megatrain_rl.verl_plugin.engine.loss import LossFunction, VerlObjective, predict_mask
@@ -217,18 +217,22 @@ class MegaTrainEngine(BaseEngine):
         whole mini-batch; and "model_output", log_probs and perhaps entropy as jagged tensors in row order, empty in
         training unless the batch asks for it.
         """
-        entropy = batch.flag(data, "calculate_entropy")
+        entropy, of_update = batch.flag(data, "calculate_entropy"), on_policy.asked(data)
         mini_batch = batch.read(data, predict=predict_mask(data, loss_function))
         max_tokens, max_sequences = self._pack_limits(data)
         packs = mini_batch.packs(max_tokens=max_tokens, max_sequences=max_sequences)
         objective = None
         if loss_function is not None:
-            objective = VerlObjective(loss_function, data, mini_batch, self.get_data_parallel_group())
+            objective = VerlObjective(
+                loss_function, data, mini_batch, self.get_data_parallel_group(), entropy=entropy, old_is_own=of_update is not None
+            )  # fmt: skip
         if forward_only:
             output, stats = self._infer(packs, objective, entropy)
         else:
             assert objective is not None, "VERL trains with a loss"
-            output, stats = self._train(packs, objective, entropy)
+            output, stats = self._train(packs, objective, entropy or of_update is not None)
+            if of_update is not None:
+                output["metrics"] |= on_policy.metrics(mini_batch.model_output(stats, packs), data, of_update)
         output["model_output"] = {}
         if forward_only or batch.flag(data, "return_model_output"):
             output["model_output"] = mini_batch.model_output(stats, packs)

@@ -59,6 +59,8 @@ class VerlObjective:
     """`loss_function` over the mini-batch `data`; called as an objective, it is the loss of one pack.
 
     mini_batch: the rows of `data`. The counts that VERL's losses divide by are written into `data`.
+    entropy: whether the loss function is handed the entropies, where there are some.
+    old_is_own: whether the old log-probs are those that the loss function is called with, see on_policy.py.
     separable: whether the losses of packs add up to the mini-batch's. Without, packs are to get `linearised` instead.
     """
 
@@ -68,8 +70,13 @@ class VerlObjective:
         data: TensorDict,
         mini_batch: MiniBatch,
         group: torch.distributed.ProcessGroup,
+        *,
+        entropy: bool = True,
+        old_is_own: bool = False,
     ):
         self._loss_function = loss_function
+        self._entropy = entropy
+        self._old_is_own = old_is_own
         self._mini_batch = mini_batch
         self._group = group
         function, _ = unbound(loss_function)
@@ -91,21 +98,27 @@ class VerlObjective:
         output = {"log_probs": torch.nested.nested_tensor_from_jagged(stats.log_probs_T, offsets=offsets)}
         if stats.entropy_T is not None:
             output["entropy"] = torch.nested.nested_tensor_from_jagged(stats.entropy_T, offsets=offsets)
-        loss, metrics = self._loss_function(model_output=output, data=rows, dp_group=self._group)
-        return ObjectiveOutput(loss=loss, metrics=metrics)
+        return self._called(output, rows)
 
     def whole(self, stats: list[TokenStats], packs: Sequence[PackedBatch]) -> ObjectiveOutput:
         """Loss and metrics of one call with the whole mini-batch. stats: of each pack, on the CPU."""
         if self._counts_nothing(packs):
             return ObjectiveOutput(loss=torch.zeros(()))
-        output = self._mini_batch.model_output(stats, list(packs))
-        loss, metrics = self._loss_function(model_output=output, data=self._data.copy(), dp_group=self._group)
+        return self._called(self._mini_batch.model_output(stats, list(packs)), self._data.copy())
+
+    def _called(self, output: dict[str, Tensor], rows: TensorDict) -> ObjectiveOutput:
+        if not self._entropy:
+            output.pop("entropy", None)
+        if self._old_is_own:
+            rows["old_log_probs"] = batch.of_responses(output["log_probs"].detach(), rows)
+        loss, metrics = self._loss_function(model_output=output, data=rows, dp_group=self._group)
         return ObjectiveOutput(loss=loss, metrics=metrics)
 
     def linearised(self, stats: list[TokenStats], packs: Sequence[PackedBatch]) -> "LinearisedLoss":
         """The mini-batch's loss at `stats`, as an objective of packs."""
         leaves = [each.detach() for each in stats]
-        tensors = [value_T for each in leaves for value_T in (each.log_probs_T, each.entropy_T) if value_T is not None]
+        entropies = [each.entropy_T for each in leaves if each.entropy_T is not None and self._entropy]
+        tensors = [*(each.log_probs_T for each in leaves), *entropies]
         with torch.enable_grad():
             for value_T in tensors:
                 value_T.requires_grad_()

@@ -3,6 +3,7 @@
 - Two parts of the start-up go on while the task runner waits for another, and the phases are timed.
 - Memory is sampled from the start, and the logger is watched (monitoring.py).
 - Samples are taken soon after they are ready.
+- A batch that gets one update has no pass for old log-probs (on_policy.py).
 - What a step asked for and did not get is counted (lost.py), and some errors are raised in plain words (failures.py).
 
 VERL finds the subclasses in its own registry under the names in `verl_patches.ours.TRAINERS`, which the driver puts in
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSync, register_trainer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-from megatrain_rl.verl_plugin import monitoring
+from megatrain_rl.verl_plugin import monitoring, on_policy
 from megatrain_rl.verl_plugin.startup_times import END, StartupTimes
 from megatrain_rl.verl_plugin.task_runner.failures import told_again
 from megatrain_rl.verl_plugin.task_runner.lost import EVICTED_PROMPTS, Lost, check_lengths, check_rows
@@ -67,6 +68,7 @@ class RunOfOurs(_Trainer):
         self._server_import = Deferred("import-rollout-server")
         self._memory = _watch_memory()
         self._lost = Lost(config)
+        self._of_update: dict[str, Any] | None = None  # what the update of this step computes in place of VERL's pass
         try:
             super().__init__(config)
         except BaseException:
@@ -133,6 +135,31 @@ class RunOfOurs(_Trainer):
         prompts += metrics.get(EVICTED_PROMPTS, 0)
         metrics.update(self._lost.answers(batch.keys, batch.tags, prompts))
         return super()._balance_batch(batch, metrics, *args, **kwargs)
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Left out where the update's own log-probs are the old ones (on_policy.py).
+
+        A trainer of a user's own keeps it: one of its methods may read old log-probs before the update.
+        """
+        of_ours = type(self) in (MegaTrainSync, MegaTrainColocateAsync)
+        if of_ours and on_policy.one_update(self.config, len(batch)):
+            self._of_update = on_policy.wanted(self.config)
+            return batch
+        self._of_update = None
+        return super()._compute_old_log_prob(batch, metrics)
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """VERL computes metrics of the rollout correction here, for which the old log-probs are not there yet."""
+        without = on_policy.without_correction(self.config) if self._of_update else contextlib.nullcontext()
+        with without:
+            return super()._compute_advantage(batch, metrics)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self._of_update:
+            batch.extra_info[on_policy.KEY] = self._of_update
+        batch = super()._update_actor(batch, metrics)
+        on_policy.rename(metrics)
+        return batch
 
     def _val_metrics_update(
         self,

@@ -21,6 +21,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_cases import Oracle, make_engine, policy_loss, rl_rows, v0_batch, v1_batch
 
 from megatrain_rl.verl_plugin.engine import separable
+from megatrain_rl.verl_plugin.on_policy import PREFIX
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -98,7 +99,7 @@ def measured(metrics) -> dict[str, float]:
     """The values that VERL logs of one mini-batch."""
     from verl.utils.metric import reduce_metrics
 
-    found = {key: value for key, value in metrics.items() if key not in ("grad_norm",)}
+    found = {key: value for key, value in metrics.items() if key != "grad_norm" and not key.startswith(PREFIX)}
     return {key: float(value) for key, value in reduce_metrics(found).items()}
 
 
@@ -131,12 +132,14 @@ def run(engine, data, loss_function):
     return sum(out["loss"]), gradients, measured(out["metrics"]), len(out["loss"])
 
 
-def assert_same_however_cut(engine, oracle, rows, loss_function, *, layout=v1_batch, **extra):
+def assert_same_however_cut(engine, oracle, rows, loss_function, *, layout=v1_batch, engines_layout=None, **extra):
+    """engines_layout: makes the engine's batch, where that differs from the truth's."""
     want_loss, want, want_metrics = truth(oracle, layout(rows, **extra), loss_function)
+    engines_layout = engines_layout or layout
     assert max(grad.abs().max() for grad in want.values()) > 1e-4, "a loss without a gradient shows nothing"
     packs = []
     for name, cut in CUTS.items():
-        loss, gradients, metrics, num_packs = run(engine, layout(rows, **{**extra, **cut}), loss_function)
+        loss, gradients, metrics, num_packs = run(engine, engines_layout(rows, **{**extra, **cut}), loss_function)
         packs.append(num_packs)
         assert loss == pytest.approx(want_loss, rel=1e-4, abs=1e-6), name
         scale = max(float(grad.abs().max()) for grad in want.values())

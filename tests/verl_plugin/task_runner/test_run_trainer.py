@@ -270,6 +270,7 @@ def test_verl_assigns_its_parts_in_this_order():
 def test_verls_trainers_have_these_methods_from_their_base(mode):
     ours = {"__init__", "_setup", "init", "fit", "_build_replay_buffer"}
     ours |= {"_init_dataloader", "_balance_batch", "_val_metrics_update"}
+    ours |= {"_compute_old_log_prob", "_compute_advantage", "_update_actor"}
     assert ours.isdisjoint(vars(get_trainer_cls(mode)))
     assert ours <= vars(PPOTrainer).keys() and ours <= vars(RunOfOurs).keys()
 
