@@ -53,6 +53,7 @@ def run(workspace: Path, name: str, plugins: str) -> Run:
         workspace, name, *OTHER, f"reward.custom_reward_function.path={workspace}/one.py", f"trainer.default_local_dir={workspace}/ckpt-{name}",
         VERL_USE_EXTERNAL_PLUGINS=plugins, VERL_USE_EXTERNAL_MODULES="cpu_abilities", VERL_ENGINE_DEVICE="cuda", RAY_DEDUP_LOGS="0",
         HF_DATASETS_CACHE=str(workspace / f"datasets-{name}"),
+        TQ_PERF_LOG_FLUSH_INTERVAL="86400",  # seconds after which TransferQueue tells how fast it was, on a slow machine
         PYTHONPATH=f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     )  # fmt: skip
 
