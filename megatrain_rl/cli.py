@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megatrain_rl.bench import adam, head, link, logprob, step
+from megatrain_rl.bench import adam, head, link, logprob, shared_prompts, step
 from megatrain_rl.bench.peers import run as peers
 from megatrain_rl.bench.record import Record, check_append, check_writable
 
@@ -15,6 +15,7 @@ _BENCHES = {
     "head": (head, "the output-matrix phase against its matrix products"),
     "step": (step, "whole training steps of a real shape with random weights"),
     "logprob": (logprob, "forward only"),
+    "shared-prompts": (shared_prompts, "an update on several answers to each prompt, prompts computed once and not"),
     "peers": (peers, "the same step by DeepSpeed ZeRO-3, FSDP2 and the reference schedule"),
 }
 

@@ -82,6 +82,11 @@ class StreamConfig:
         "most tokens of a pack (one forward of one layer); null takes what the budget holds, at most 10240; "
         "a longer sequence gets a pack of its own if the budget holds it",
     )
+    share_prompts: bool = knob(
+        False,
+        "whether a prompt that several rows of a mini-batch begin with is computed once for all of them; the result is "
+        "the same",
+    )
     optimizer: Literal["native", "torch", "deepspeed"] = knob(
         "native",
         "who applies AdamW on the host, always to the same exact fp32 master: native (this package's op), torch "

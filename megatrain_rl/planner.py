@@ -85,6 +85,8 @@ class DeviceCosts:
     head_token, head_chunk_token: more while the head runs, for each token of its pack and for each token whose logits
         exist.
     hidden_token: for each token of the largest pack, hidden states that wait, arrive or leave; held all the time.
+    copied_token: for each token that is computed for another sequence, the copies of its keys and values; 0 where no
+        prompts are shared. Those of a token that is computed where it stands are in forward_token and backward_token.
     """
 
     fixed: int
@@ -98,6 +100,7 @@ class DeviceCosts:
     head_token: int
     head_chunk_token: int
     hidden_token: int
+    copied_token: int
 
     def head(self, pack_tokens: int, *, ring_in_head: bool) -> int:
         """Bytes of the head phase, without its chunk's logits."""
@@ -161,6 +164,16 @@ class MemoryPlan:
         """How many tokens of a pack of this size may have logits at once."""
         room = self.reserved_bytes - self.costs.head(pack_tokens, ring_in_head=self.ring_in_head)
         return max(MIN_HEAD_CHUNK, min(MAX_HEAD_CHUNK, room // self.costs.head_chunk_token))
+
+    @property
+    def repeat_cost(self) -> float:
+        """Memory of a token that is computed for another sequence, as a share of one that is computed."""
+        return self.costs.copied_token / max(self.costs.forward_token, self.costs.backward_token)
+
+    def counted_tokens(self, pack: PackedBatch) -> int:
+        """What the memory of a pack is counted by: tokens that are computed, and a share of those that are not."""
+        computed = pack.num_computed
+        return computed + math.ceil(self.repeat_cost * (pack.num_tokens - computed))
 
     def peak(self, pack_tokens: int) -> int:
         """Device memory, in bytes, of a sweep whose largest pack has `pack_tokens` tokens."""
@@ -297,17 +310,22 @@ def _max_pack_tokens(costs: DeviceCosts, room: int, *, ring_in_head: bool) -> in
 
 
 def check_packs(plan: MemoryPlan, config: StreamConfig, packs: Sequence[PackedBatch], *, vocab_size: int) -> None:
-    """A ValueError for a pack that the budget cannot hold, and for a token that the model does not know.
+    """A ValueError for a pack that the budget cannot hold or that was not planned for, and for a token not in the model.
 
     A pack longer than pack_tokens is one long sequence.
     """
     if not packs:
         raise ValueError("no packs: the mini-batch is empty")
     for pack in packs:
-        if pack.num_tokens > plan.max_pack_tokens:
+        if pack.source_T is not None and not config.share_prompts:
+            raise ValueError(
+                "packs that were made with prompt_lengths need room for copies of keys and values: set share_prompts=true, or "
+                "make them without"
+            )
+        if plan.counted_tokens(pack) > plan.max_pack_tokens:
             what = "a sequence" if len(pack.sequence_ids) == 1 else "a pack"
             raise ValueError(
-                f"{what} of {pack.num_tokens} tokens does not fit gpu_budget_gb={config.gpu_budget_gb:g}: at most "
+                f"{what} of {plan.counted_tokens(pack)} tokens does not fit gpu_budget_gb={config.gpu_budget_gb:g}: at most "
                 f"{plan.max_pack_tokens}; raise gpu_budget_gb or shorten prompts and responses"
             )
         lowest, highest = (int(end) for end in pack.tokens_T.aminmax())
@@ -357,19 +375,23 @@ def _device_costs(spec: DecoderSpec, config: StreamConfig, slab_numel: int, trai
     head_matrix = spec.vocab_size * hidden
     compiled = compiles(config, spec)
     slabs = config.num_grad_slabs * slab_numel * config.grad_torch_dtype.itemsize if train else 0
+    # keys and values in front of each answer; their gradients, in fp32 while copies are summed
+    copied = spec.key_value_width * (weight + (weight + 8 if train else 0)) if config.share_prompts else 0
     return DeviceCosts(
         fixed=_INDEX_BYTES + ROTARY_TOKENS * 2 * spec.head_dim * weight + _SLACK_BYTES + slabs,
         slabs=slabs,
         ring=config.ring_depth * spec.max_layer_numel * weight,
-        forward_token=weight * (widths + 2 * hidden),
+        forward_token=weight * (widths + 2 * hidden) + copied,
         # saved, as gradients in flight, and as factors of the weights' gradients
-        backward_token=weight * ((3 if compiled else 5) * widths // 2 + 2 * hidden) if train else 0,
+        backward_token=weight * ((3 if compiled else 5) * widths // 2 + 2 * hidden) + copied if train else 0,
         layer_sum=4 * spec.max_layer_numel if train else 0,
         head_weight=weight * head_matrix,
         head_sum=4 * head_matrix if train else 0,
-        # the gradient of the hidden states, before it is put where hidden states wait
-        head_token=hidden * weight,
+        # the gradient of the hidden states, before it is put where hidden states wait; in fp32, of those that predict
+        # several tokens
+        head_token=hidden * (weight + (4 if config.share_prompts else 0)),
         hidden_token=weight * hidden * _HIDDEN_TENSORS,
+        copied_token=copied,
         # logits in fp32 and their gradient; not compiled, up to six more fp32 rows. Hidden and normed states of the
         # chunk and their gradients, with the norm's fp32 copies.
         head_chunk_token=(4 + weight + (0 if compiled else 24)) * spec.vocab_size + hidden * (5 * weight + 20),

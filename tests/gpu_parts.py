@@ -14,6 +14,7 @@ GPU_PARTS = {
     "gpu_part1": (
         "test_head.py", "test_trainer.py", "checkpoint", "test_invariance.py", "test_overlap.py", "host", "optim",
         "transfer/test_arena.py", "transfer/test_transfer.py", "model/test_attention_gpu.py", "examples",
+        "test_shared_prompts.py",
     ),
     # real widths: compilation, and memory under the hard cap
     "gpu_part2": ("streaming", "transfer/test_budget_gpu.py"),

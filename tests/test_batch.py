@@ -1,5 +1,6 @@
 """Packing: nothing lost, nothing over the limit, few and equal packs."""
 
+import math
 import random
 
 import pytest
@@ -78,3 +79,87 @@ def test_token_ids_are_integers_on_the_cpu(sequence):
     with pytest.raises(ValueError, match="integer token ids on the CPU"):
         pack([sequence], [0])
     assert pack([torch.ones(3, dtype=torch.int32)], [0]).tokens_T.dtype == torch.int64
+
+
+# ---- shared prompts ----
+
+
+def grouped(prompts, answers):
+    """Row i begins with `prompts[i]` threes, fours, ... and goes on with its own tokens."""
+    return [torch.cat([torch.full((p,), 3 + p), 1000 + i * 100 + torch.arange(a)]) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]  # fmt: skip
+
+
+def test_a_prompt_is_computed_where_it_comes_first():
+    data = grouped([3, 2, 3], [2, 1, 2])
+    made = pack(data, [0, 1, 2], prompt_lengths=[3, 2, 3])
+    assert made.source_T.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 11, 12]
+    assert (made.num_tokens, made.num_computed) == (13, 10)
+    assert torch.equal(made.tokens_T[made.source_T], made.tokens_T)
+    assert pack(data, [0, 1, 2]).source_T is None
+
+
+def test_the_last_token_is_a_sequences_own():
+    """A row that is all prompt still computes something."""
+    data = [torch.tensor([5, 6, 7]), torch.tensor([5, 6, 7]), torch.tensor([5, 6, 7, 8])]
+    made = pack(data, [0, 1, 2], prompt_lengths=[3, 3, 3])
+    assert made.source_T.tolist() == [0, 1, 2, 0, 1, 5, 6, 7, 8, 9]
+
+
+def test_prompts_are_found_by_their_tokens():
+    """Beginnings that are equal but not as long a prompt are not shared; no length is without a prompt."""
+    data = [torch.tensor([5, 6, 7, 8]), torch.tensor([5, 6, 9, 8]), torch.tensor([5, 6, 7, 1])]
+    made = pack(data, [0, 1, 2], prompt_lengths=[2, 2, 3])
+    assert made.source_T.tolist() == [0, 1, 2, 3, 0, 1, 6, 7, 8, 9, 10, 11]
+    assert pack(data, [0, 1, 2], prompt_lengths=[0, 0, 0]).num_computed == 12
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 9], [-1, 0]])
+def test_prompts_that_do_not_fit_are_refused(lengths):
+    data = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
+    for function in (
+        lambda **more: pack(data, [0, 1], **more),
+        lambda **more: pack_sequences(data, max_tokens=9, **more),
+    ):
+        with pytest.raises(ValueError, match="prompt_lengths"):
+            function(prompt_lengths=lengths)
+
+
+@pytest.mark.parametrize("max_sequences", [None, 1, 3, 5])
+@pytest.mark.parametrize("max_tokens", [20, 33, 64, 300])
+@pytest.mark.parametrize("repeat_cost", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_packs_with_prompts_hold(seed, repeat_cost, max_tokens, max_sequences):
+    """Every row once, within the limits, whatever the prompts; a row too long for a pack alone."""
+    g = torch.Generator().manual_seed(seed)
+    prompts = (torch.randint(0, 12, (5,), generator=g)[torch.randint(0, 5, (30,), generator=g)]).tolist()
+    answers = torch.randint(1, 16, (30,), generator=g).tolist()
+    data = grouped(prompts, answers)
+    made = pack_sequences(
+        data, max_tokens=max_tokens, max_sequences=max_sequences, prompt_lengths=prompts, repeat_cost=repeat_cost
+    )
+    assert sorted(row for p in made for row in p.sequence_ids) == list(range(30))
+    for p in made:
+        assert list(p.sequence_ids) == sorted(p.sequence_ids)
+        counted = p.num_computed + math.ceil(repeat_cost * (p.num_tokens - p.num_computed))
+        assert counted <= max_tokens or len(p.sequence_ids) == 1
+        assert max_sequences is None or len(p.sequence_ids) <= max_sequences
+    if max_sequences is None:
+        assert sum(p.num_computed for p in made) <= sum(
+            p.num_tokens for p in pack_sequences(data, max_tokens=max_tokens)
+        )
+
+
+def test_groups_stay_together():
+    """VERL's order: prompt by prompt or answer by answer. Each group in one pack, and its prompt once."""
+    prompts = [10, 11, 12, 13] * 4
+    data = grouped(prompts, [5] * 16)
+    made = pack_sequences(data, max_tokens=33, prompt_lengths=prompts)
+    assert sorted(p.sequence_ids for p in made) == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
+    assert sum(p.num_computed for p in made) == 10 + 11 + 12 + 13 + 16 * 5
+
+
+def test_a_group_too_large_for_a_pack_is_cut_evenly():
+    prompts = [10] * 8
+    made = pack_sequences(grouped(prompts, [10] * 8), max_tokens=60, prompt_lengths=prompts)
+    assert [len(p.sequence_ids) for p in made] == [4, 4]
+    assert [p.num_computed for p in made] == [50, 50]

@@ -4,6 +4,7 @@ held against.
 A file for each command:
 - step.py      whole training steps of a real shape with random weights
 - logprob.py   forward only
+- shared_prompts.py   an update on several answers to each prompt, with prompts computed once and not
 - head.py      the output-matrix phase
 - adam.py      the host AdamW
 - link.py      the link between host and device, alone and beside the host AdamW

@@ -4,6 +4,7 @@ useful FLOPs of a training step = 6 N T + attention, forward only a third of tha
     N   parameters in matrix products: layers and output matrix (a tied one once; looking rows up is no product)
     T   tokens, without padding
     attention, forward: 2 products x 2 FLOPs x sum over sequences of L^2 / 2 (causal) x heads x head size x layers.
+Tokens that are computed for another sequence (a shared prompt) are not among T, and their P^2 / 2 not in attention.
 Recomputation counts as nothing: it is the schedule's choice.
 """
 
@@ -27,24 +28,34 @@ def matmul_parameters(spec: DecoderSpec) -> int:
     return sum(slot.numel for slot in slots) + spec.vocab_size * spec.hidden_size
 
 
-def attention_flops(spec: DecoderSpec, lengths: Sequence[int]) -> float:
-    """FLOPs of one causal forward over sequences of these lengths, in all layers."""
+def attention_flops(spec: DecoderSpec, lengths: Sequence[int], shared: Sequence[int] | None = None) -> float:
+    """FLOPs of one causal forward over sequences of these lengths, in all layers; see `useful_flops`."""
     width = sum(block.layout.slots[_QUERY_WEIGHT].shape[0] for block in spec.layers)
-    return 2 * 2 * width * sum(n * n / 2 for n in lengths)
+    pairs = sum(n * n / 2 for n in lengths) - sum(p * p / 2 for p in shared or ())
+    return 2 * 2 * width * pairs
 
 
-def useful_flops(spec: DecoderSpec, lengths: Sequence[int], *, train: bool) -> float:
-    """FLOPs of one training step, or of one forward, over sequences of these lengths; see the top of this file."""
-    forward = 2 * matmul_parameters(spec) * sum(lengths) + attention_flops(spec, lengths)
+def useful_flops(
+    spec: DecoderSpec, lengths: Sequence[int], *, train: bool, shared: Sequence[int] | None = None
+) -> float:
+    """FLOPs of one training step, or of one forward, over sequences of these lengths; see the top of this file.
+
+    shared: how many tokens of each sequence are computed for another one.
+    """
+    tokens = sum(lengths) - sum(shared or ())
+    forward = 2 * matmul_parameters(spec) * tokens + attention_flops(spec, lengths, shared)
     return 3 * forward if train else forward
 
 
 def mean_flops(spec: DecoderSpec, batches: Sequence[Sequence[PackedBatch]], *, train: bool) -> float:
     """The mean of `useful_flops` over these batches: lengths differ from one to the next, and with them attention."""
-    return statistics.fmean(
-        useful_flops(spec, [n for pack in packs for n in pack.cu_seqlens.diff().tolist()], train=train)
-        for packs in batches
-    )
+    return statistics.fmean(sum(_pack_flops(spec, pack, train=train) for pack in packs) for packs in batches)
+
+
+def _pack_flops(spec: DecoderSpec, pack: PackedBatch, *, train: bool) -> float:
+    lengths = pack.cu_seqlens.diff().tolist()
+    shared = [int((~part).sum()) for part in pack.computed_T.split(lengths)]
+    return useful_flops(spec, lengths, train=train, shared=shared)
 
 
 @dataclass(frozen=True, kw_only=True)

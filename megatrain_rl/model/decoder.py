@@ -72,6 +72,11 @@ class DecoderSpec:
         return named or self.hidden_size // self.config.num_attention_heads
 
     @property
+    def key_value_width(self) -> int:
+        """Numbers that a token's keys and values have in a layer."""
+        return 2 * self.config.num_key_value_heads * self.head_dim
+
+    @property
     def vocab_size(self) -> int:
         return self.embed.layout.slots[EMBED_WEIGHT].shape[0]
 

@@ -4,7 +4,7 @@ Compiled or not, a layer's backward is one function of weights, input and output
 recompute and vector-Jacobian product together. Compiled, it is traced into one graph, so what only the layer's output
 needs (its last matrix product) is not recomputed at all.
 
-Shapes: T tokens of a pack, H hidden size.
+Shapes: T tokens of a pack that are computed, H hidden size; in `SharedInputs`, T tokens of its sequences.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,22 @@ class LayerInputs:
     positions_1T: Tensor
     cos_sin: tuple[Tensor, Tensor] | None
     attention: dict[str, Any]  # keyword arguments of `packed_attention`
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedInputs:
+    """What attention needs beside the rest where sequences may share prompts; see `packed_attention`. On the CPU."""
+
+    keys_T: Tensor
+    cu_queries: Tensor
+
+    def attention(self, device: torch.device, *, bounds: bool) -> dict[str, Any]:
+        """Keyword arguments of `packed_attention`. bounds: those that only the SDPA path reads, too."""
+        return dict(
+            keys_T=self.keys_T.to(device, non_blocking=True),
+            cu_queries=self.cu_queries.to(device, non_blocking=True),
+            query_bounds=tuple(self.cu_queries.tolist()) if bounds else (),
+        )
 
 
 class LayerRunner:
@@ -66,11 +82,20 @@ class LayerRunner:
             out = torch.nn.functional.linear(torch.mm(square, square), square, square[0])
         torch.autograd.grad(out.sum(), square)
 
-    def inputs(self, positions_T: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, keep_rotary: bool) -> LayerInputs:
+    def inputs(
+        self,
+        positions_T: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        max_seqlen: int,
+        keep_rotary: bool,
+        shared: SharedInputs | None = None,
+    ) -> LayerInputs:
         """Make a pack's `LayerInputs` on the device.
 
-        positions_T, cu_seqlens (S+1,): as in `PackedBatch`, on the CPU. keep_rotary: hold the pack's rotary tables;
-        without, its memory is 8 bytes a token.
+        positions_T: of the tokens that are computed. cu_seqlens (S+1,): as in `PackedBatch`. Both on the CPU.
+        keep_rotary: hold the pack's rotary tables; without, its memory is 8 bytes a token. shared: of a pack whose
+        sequences may share prompts.
         """
         positions_1T = positions_T.to(self._device, non_blocking=True)[None]
         sdpa = self._backend == "sdpa"
@@ -82,6 +107,7 @@ class LayerRunner:
                 sequence_bounds=tuple(cu_seqlens.tolist()) if sdpa else (),
                 max_seqlen=max_seqlen,
                 attention_backend=self._backend,
+                **({} if shared is None else shared.attention(self._device, bounds=sdpa)),
             ),
         )
 
@@ -117,8 +143,7 @@ class LayerRunner:
     def _arguments(self, weights: dict[str, Tensor], hidden_TH: Tensor, inputs: LayerInputs) -> tuple:
         cos_sin = inputs.cos_sin or self._cos_sin(inputs.positions_1T)
         if self._compile:
-            attention = inputs.attention["cu_seqlens"]
-            mark_shapes(weights.values(), hidden_TH, inputs.positions_1T, cos_sin, attention)
+            mark_shapes(weights.values(), hidden_TH, inputs.positions_1T, cos_sin, inputs.attention)
         return hidden_TH, inputs.positions_1T, cos_sin, inputs.attention
 
     def _cos_sin(self, positions_1T: Tensor) -> tuple[Tensor, Tensor]:

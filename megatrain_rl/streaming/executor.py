@@ -199,7 +199,7 @@ class StreamExecutor:
         before = 0
         device_packs = []
         for pack in packs:
-            before += pack.num_tokens
+            before += pack.num_computed
             device_packs.append(
                 DevicePack.of(
                     pack,
@@ -292,7 +292,7 @@ class StreamExecutor:
 
     def _embed(self, store: WeightStore, packs: list[DevicePack], m: int) -> None:
         """Gather the embedding rows of pack `m` on the host, one pack ahead of the first layer."""
-        store.rows(self._spec.embed, EMBED_WEIGHT, packs[m].tokens_T, self._activations.host_TH(0, m))
+        store.rows(self._spec.embed, EMBED_WEIGHT, packs[m].tokens_C, self._activations.host_TH(0, m))
         self._activations.filled(0, m)
 
     def _upload_head(self, store: WeightStore) -> HeadWeights:
@@ -323,8 +323,9 @@ class StreamExecutor:
         total = out.new(block)
         total_VH = block.layout.view(total, EMBED_WEIGHT)
         for m, dp in enumerate(packs):
-            grad_TH = hidden.take_gradient(m)[: dp.pack.num_tokens]
-            add_embedding_gradient(total_VH, dp.pack.tokens_T, grad_TH, padding_idx=self._spec.padding_idx)
+            n = dp.pack.num_computed
+            grad_TH = hidden.take_gradient(m)[:n]
+            add_embedding_gradient(total_VH, dp.tokens_C[:n], grad_TH, padding_idx=self._spec.padding_idx)
         out.push(block, total)
 
     def _training_sums(self) -> GradientSums:

@@ -3,7 +3,8 @@
 Its weights (and, in training, the fp32 gradient sums) are on the device for as long as the object lives, so whoever
 makes one lets go of it before the layers' backward. Made and called by the executor.
 
-Shapes: T tokens of a pack, P predicted tokens of it, H hidden size, V vocabulary.
+Shapes: T tokens of a pack that layers compute, P predicted tokens of it, C tokens of a chunk of them, R tokens that
+predict several (the last of a shared prompt), H hidden size, V vocabulary.
 """
 
 import math
@@ -21,6 +22,7 @@ from megatrain_rl.model.template import LayerRunner
 from megatrain_rl.objectives import Objective, TokenStats, checked
 from megatrain_rl.planner import MemoryPlan
 from megatrain_rl.streaming.device_pack import DevicePack
+from megatrain_rl.streaming.embedding import add_rows
 from megatrain_rl.streaming.hidden import HiddenStates
 from megatrain_rl.transfer.lanes import Lanes, Mark
 from megatrain_rl.transfer.weight_ring import upload
@@ -158,7 +160,7 @@ class HeadPass:
         """Chunk by chunk, the norm too: beside the hidden states nothing of the pack's size exists."""
         parts = [
             self._head.forward(
-                self._runner.norm(self._norm_weights, hidden_TH.index_select(0, dp.predict_P[c])),
+                self._runner.norm(self._norm_weights, hidden_TH.index_select(0, dp.hidden_P[c])),
                 self._weight_VH,
                 dp.targets_P[c],
                 dp.temperature_P[c],
@@ -171,13 +173,15 @@ class HeadPass:
     def _backward(self, hidden_TH: Tensor, head_stats: HeadStats, stats: TokenStats, dp: DevicePack) -> Tensor:
         """Gradient (T, H) of the hidden states. stats: the leaves with the objective's gradients."""
         grad_TH = torch.zeros_like(hidden_TH)
+        # of tokens that predict several: summed in fp32
+        grad_RH = torch.zeros(dp.repeated_R.numel(), hidden_TH.shape[1], dtype=torch.float32, device=hidden_TH.device)
         grad_log_probs_P = dp.leaf_gradient(stats.log_probs_T)
         # an entropy that the loss does not use needs no second term in the head's backward
         grad_entropy_P = None
         if stats.entropy_T is not None and stats.entropy_T.grad is not None:
             grad_entropy_P = dp.leaf_gradient(stats.entropy_T)
         for c in self._chunks(dp):
-            hidden_CH = hidden_TH.index_select(0, dp.predict_P[c]).requires_grad_()
+            hidden_CH = hidden_TH.index_select(0, dp.hidden_P[c]).requires_grad_()
             norm_leaves = {name: w.detach().requires_grad_() for name, w in self._norm_weights.items()}
             with torch.enable_grad():
                 normed_CH = self._runner.norm(norm_leaves, hidden_CH)
@@ -194,8 +198,12 @@ class HeadPass:
             grad_CH, *grads = torch.autograd.grad(normed_CH, [hidden_CH, *norm_leaves.values()], grad_normed_CH)
             for name, grad in zip(norm_leaves, grads, strict=True):
                 self._norm_sums[name].add_(grad)
-            grad_TH.index_copy_(0, dp.predict_P[c], grad_CH)
-        return grad_TH
+            num_own = max(0, min(c.stop, dp.num_own) - c.start)
+            grad_TH.index_copy_(0, dp.hidden_P[c][:num_own], grad_CH[:num_own])
+            if num_own < len(grad_CH):
+                slots = dp.slots_P[c.start + num_own - dp.num_own : c.stop - dp.num_own]
+                add_rows(grad_RH, slots, grad_CH[num_own:].float())
+        return grad_TH.index_copy_(0, dp.repeated_R, grad_RH.to(grad_TH.dtype))
 
     def _chunks(self, dp: DevicePack) -> list[slice]:
         return chunks(dp.predict_P.numel(), self._plan.head_chunk(dp.num_tokens))

@@ -107,6 +107,25 @@ def test_logprob(run_bench):
     assert len(means) == 10 and all(-5.8 < mean < -5.0 for mean in means)
 
 
+def test_shared_prompts(run_bench):
+    """The same rows twice, a fraction of the tokens computed once; the gradients' errors are those of rounding."""
+    written = run_bench(
+        "shared-prompts", "--shape", "tiny", "--layers", "2", "--steps", "3", "--settle", "2", "--prompts", "3",
+        "--case", "s=24x6x4", "--check-layers", "1", "--set", "pack_tokens=128",
+    )  # fmt: skip
+    shared, plain = written.figures("s"), written.figures("s-unshared")
+    assert set(plain) == STEP_METRICS
+    assert set(shared) == STEP_METRICS | {"speedup", "gradient_error", "gradient_error_unshared"}
+    assert shared["speedup"] == pytest.approx(plain["step_s"] / shared["step_s"], rel=2e-3)
+    assert 1e-4 < shared["gradient_error"] < 1.3 * shared["gradient_error_unshared"] < 0.1
+    lines = [line for line in written.raw if line.endswith("computed")]
+    assert lines == ["s-unshared: 360 tokens a step, 360 computed", "s: 360 tokens a step, 144 computed"]
+    flops = {
+        name: figures["useful_tflops"] * figures["step_s"] for name, figures in (("shared", shared), ("plain", plain))
+    }
+    assert flops["shared"] < 0.5 * flops["plain"], "what is not computed is not counted"
+
+
 def test_head(run_bench, monkeypatch):
     """By a clock that counts the operations of matrix products, a second for 1e12 of them."""
 
@@ -172,6 +191,9 @@ def test_adam_without_deepspeed_has_a_line_and_no_figure(run_bench, monkeypatch)
         (("step", "--shape", "tiny", "--schedule", "reference", "--micro-batch-tokens", "0"), "--micro-batch-tokens 0"),
         (("step", "--shape", "tiny", "--json", "/no/such/folder/x.json"), "--json"),
         (("logprob", "--shape", "tiny", "--mean-length", "1"), "--mean-length 1"),
+        (("shared-prompts", "--shape", "tiny", "--case", "a=24x6"), "--case a=24x6"),
+        (("shared-prompts", "--shape", "tiny", "--prompts", "0"), "--prompts 0"),
+        (("shared-prompts", "--shape", "tiny", "--check-layers", "0"), "--check-layers 0"),
         (("head", "--shape", "tiny", "--chunk", "0"), "--chunk 0"),
         (("link", "--threads", "0"), "--threads 0"),
         (("adam", "--passes", "1"), "--passes 1"),

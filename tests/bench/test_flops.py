@@ -5,6 +5,7 @@ import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatrain_rl.batch import pack_sequences
 from megatrain_rl.bench.ceilings import Ceilings
 from megatrain_rl.bench.flops import (
     Traffic,
@@ -13,6 +14,7 @@ from megatrain_rl.bench.flops import (
     forward_traffic,
     light_speed,
     matmul_parameters,
+    mean_flops,
     step_traffic,
     useful_flops,
 )
@@ -34,6 +36,17 @@ def test_by_hand(tied):
     assert attention_flops(spec, LENGTHS) == attention
     assert useful_flops(spec, LENGTHS, train=False) == 2 * parameters * 97 + attention
     assert useful_flops(spec, LENGTHS, train=True) == 6 * parameters * 97 + 3 * attention
+
+
+def test_shared_prompts_by_hand():
+    """Two answers of 6 and 10 tokens to a prompt of 30: 46 tokens, and attention without the prompt's second time."""
+    spec = decoder_spec(tiny.config(layers=3))
+    data = [torch.cat([torch.arange(30), 100 + torch.arange(n)]) for n in (6, 10)]
+    (packs,) = [pack_sequences(data, max_tokens=100, prompt_lengths=[30, 30])]
+    attention = 3 * 2 * 2 * (36**2 + 40**2 - 30**2) / 2 * 4 * 16
+    assert mean_flops(spec, [packs], train=False) == 2 * matmul_parameters(spec) * 46 + attention
+    unshared = pack_sequences(data, max_tokens=100)
+    assert mean_flops(spec, [unshared], train=False) == useful_flops(spec, [36, 40], train=False)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -11,22 +11,32 @@ import varlen_on_cpu  # noqa: F401  (torch's own attention runs on CUDA only)
 
 from megatrain_rl.model.decoder import decoder_spec
 from megatrain_rl.model.taps import LinearTaps
-from megatrain_rl.model.template import LayerRunner
+from megatrain_rl.model.template import LayerRunner, SharedInputs
 
 CPU = torch.device("cpu")
 
 
-def layer_inputs(runner, lengths):
-    positions_T = torch.cat([torch.arange(n) for n in lengths])
+def layer_inputs(runner, lengths, prompts=None):
+    """prompts: how many tokens of each sequence are those of the first one; None: no sharing."""
+    positions = [torch.arange(n) for n in lengths]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    return runner.inputs(positions_T, cu_seqlens, max_seqlen=max(lengths), keep_rotary=True)
+    shared = None
+    if prompts is not None:
+        keys, begin = [], 0
+        for n, prompt in zip(lengths, prompts, strict=True):
+            keys.append(torch.cat([torch.arange(prompt), torch.arange(begin, begin + n - prompt)]))
+            begin += n - prompt
+        computed = [n - prompt for n, prompt in zip(lengths, prompts, strict=True)]
+        shared = SharedInputs(keys_T=torch.cat(keys), cu_queries=torch.tensor([0, *computed]).cumsum(0).int())
+        positions = [p[prompt:] for p, prompt in zip(positions, prompts, strict=True)]
+    return runner.inputs(torch.cat(positions), cu_seqlens, max_seqlen=max(lengths), keep_rotary=True, shared=shared)
 
 
-def backward(runner, weights, lengths, *, seed=0):
+def backward(runner, weights, lengths, *, prompts=None, seed=0):
     """Output, gradient of the input and sums of a layer on random hidden states."""
     generator = torch.Generator().manual_seed(seed)
-    hidden_TH, grad_TH = (torch.randn(sum(lengths), 64, generator=generator) for _ in range(2))
-    inputs = layer_inputs(runner, lengths)
+    inputs = layer_inputs(runner, lengths, prompts)
+    hidden_TH, grad_TH = (torch.randn(inputs.positions_1T.numel(), 64, generator=generator) for _ in range(2))
     sums = {name: torch.ones_like(weight) for name, weight in weights.items()}  # gradients are added to what is there
     with torch.no_grad():
         out_TH = runner.layer(0, weights, hidden_TH, inputs)
@@ -110,7 +120,13 @@ def test_tracing_drops_the_last_product(monkeypatch):
     assert len(products) == (7 - 1) + 7
 
 
-def test_one_graph_serves_packs_of_every_size():
+PLAIN = [[40, 24], [33, 50, 45], [160], [1, 2, 3, 4, 300], [16, 16]]
+# Lengths, and how much of each is the first one's; the last has nothing to share, and takes the same graph.
+SHARED = [([40, 24], [0, 10]), ([33, 50, 45], [0, 20, 20]), ([160, 161], [0, 159]), ([64, 80, 90], [0, 16, 16]), ([16, 32], [0, 0])]  # fmt: skip
+
+
+@pytest.mark.parametrize("packs", [[(lengths, None) for lengths in PLAIN], SHARED], ids=["plain", "shared"])
+def test_one_graph_serves_packs_of_every_size(packs):
     """Compiled and not give the same numbers, and nothing is compiled again for other sizes.
 
     The sizes include a layer's own widths, which must not be taken for one another.
@@ -119,11 +135,38 @@ def test_one_graph_serves_packs_of_every_size():
     spec, weights = decoder_spec(config), layer_weights(config)
     plain, compiled = (LayerRunner(spec, CPU, torch.float32, "varlen", c) for c in (False, True))
     torch._dynamo.utils.counters.clear()
-    for lengths in ([40, 24], [33, 50, 45], [160], [1, 2, 3, 4, 300], [16, 16]):
+    for lengths, prompts in packs:
         for ours, truth in zip(
-            backward(compiled, weights, lengths)[:3], backward(plain, weights, lengths)[:3], strict=True
+            backward(compiled, weights, lengths, prompts=prompts)[:3],
+            backward(plain, weights, lengths, prompts=prompts)[:3],
+            strict=True,
         ):
             for name, exact in truth.items() if isinstance(truth, dict) else [("", truth)]:
                 found = ours[name] if name else ours
                 assert torch.allclose(found, exact, atol=5e-5), (lengths, name)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_backends_agree_about_shared_prompts():
+    """The kernels' alignment of few queries to many keys, and the exact path's."""
+    config = tiny.config(layers=1)
+    spec, weights = decoder_spec(config), layer_weights(config)
+    for lengths, prompts in SHARED:
+        results = [
+            backward(LayerRunner(spec, CPU, torch.float32, backend, False), weights, lengths, prompts=prompts)[:3]
+            for backend in ("varlen", "sdpa")
+        ]
+        (out, grad, sums), (exact_out, exact_grad, exact_sums) = results
+        assert torch.allclose(out, exact_out, atol=2e-5) and torch.allclose(grad, exact_grad, atol=2e-5)
+        for name, exact in exact_sums.items():
+            assert torch.allclose(sums[name], exact, atol=1e-4), name
+
+
+def test_a_runner_has_a_graph_for_either_kind():
+    config = tiny.config(layers=1)
+    spec, weights = decoder_spec(config), layer_weights(config)
+    compiled = LayerRunner(spec, CPU, torch.float32, "varlen", True)
+    plain = LayerRunner(spec, CPU, torch.float32, "varlen", False)
+    for lengths, prompts in [(PLAIN[0], None), SHARED[1], (PLAIN[1], None), SHARED[0]]:
+        ours, truth = (backward(runner, weights, lengths, prompts=prompts)[1] for runner in (compiled, plain))
+        assert torch.allclose(ours, truth, atol=5e-5)

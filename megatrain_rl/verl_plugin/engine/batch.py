@@ -24,20 +24,27 @@ class MiniBatch:
 
     sequences: token ids of each row. offsets: int64 (B+1,), those of `input_ids`.
     predict: bool, one tensor per row, true where a log-prob is wanted. temperature: one for all rows, or one per row.
+    prompt_lengths: tokens of each row's prompt, 0 in SFT.
     """
 
     sequences: list[Tensor]
     offsets: Tensor
     predict: list[Tensor]
     temperature: float | list[float]
+    prompt_lengths: list[int]
 
-    def packs(self, *, max_tokens: int, max_sequences: int | None) -> list[PackedBatch]:
+    def packs(
+        self, *, max_tokens: int, max_sequences: int | None, share_prompts: bool, repeat_cost: float = 0.0
+    ) -> list[PackedBatch]:
+        """See `pack_sequences`. share_prompts: equal prompts are computed once."""
         return pack_sequences(
             self.sequences,
             max_tokens=max_tokens,
             max_sequences=max_sequences,
             predict=self.predict,
             temperature=self.temperature,
+            prompt_lengths=self.prompt_lengths if share_prompts else None,
+            repeat_cost=repeat_cost,
         )
 
     def in_row_order(self, values: list[Tensor], packs: list[PackedBatch]) -> Tensor:
@@ -68,7 +75,15 @@ def read(data: TensorDict, *, predict: list[Tensor]) -> MiniBatch:
         offsets=jagged_offsets(input_ids).cpu().long(),
         predict=predict,
         temperature=temperature,
+        prompt_lengths=_prompt_lengths(data),
     )
+
+
+def _prompt_lengths(data: TensorDict) -> list[int]:
+    rows = lengths(data)
+    if not has_responses(data):
+        return [0] * len(rows)
+    return [n - r for n, r in zip(rows, response_lengths(data), strict=True)]
 
 
 def jagged_offsets(nested: Tensor) -> Tensor:

@@ -220,7 +220,12 @@ class MegaTrainEngine(BaseEngine):
         entropy, of_update = batch.flag(data, "calculate_entropy"), on_policy.asked(data)
         mini_batch = batch.read(data, predict=predict_mask(data, loss_function))
         max_tokens, max_sequences = self._pack_limits(data)
-        packs = mini_batch.packs(max_tokens=max_tokens, max_sequences=max_sequences)
+        packs = mini_batch.packs(
+            max_tokens=max_tokens,
+            max_sequences=max_sequences,
+            share_prompts=self.trainer.config.share_prompts,
+            repeat_cost=self.trainer.plan.repeat_cost,
+        )
         objective = None
         if loss_function is not None:
             objective = VerlObjective(
