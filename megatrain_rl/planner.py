@@ -310,7 +310,7 @@ def _max_pack_tokens(costs: DeviceCosts, room: int, *, ring_in_head: bool) -> in
 
 
 def check_packs(plan: MemoryPlan, config: StreamConfig, packs: Sequence[PackedBatch], *, vocab_size: int) -> None:
-    """A ValueError for a pack that the budget cannot hold or that was not planned for, and for a token not in the model.
+    """A ValueError for a pack that the budget cannot hold or that was not planned for, and for an unknown token.
 
     A pack longer than pack_tokens is one long sequence.
     """
