@@ -6,7 +6,9 @@ CPU. Shapes: B rows of a mini-batch, T tokens of a pack. Entry t of a sequence b
 Called by engine.py and loss.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -166,6 +168,35 @@ def _last(length: int, response: Tensor) -> Tensor:
     predict = torch.zeros(length, dtype=torch.bool)
     predict[length - len(response) - 1 : length - 1] = response
     return predict
+
+
+def select_rows(data: TensorDict, rows: Sequence[int]) -> TensorDict:
+    """The rows of `data` with these numbers, as VERL's `index_select_tensor_dict` gives them.
+
+    VERL's takes every row of a jagged field apart, also those that are not wanted: 20 ms a pack, where a mini-batch has
+    512 rows.
+    """
+    jagged = {key: value for key, value in data.items() if _is_plain_jagged(value)}
+    selected = tu.index_select_tensor_dict(data.exclude(*jagged), list(rows))
+    for key, value in jagged.items():
+        selected[key] = _jagged_rows(value, torch.tensor(rows))
+    return selected
+
+
+def _is_plain_jagged(value: Any) -> bool:
+    """Rows lie one after the other, and each is one axis long."""
+    nested = isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
+    return nested and value.dim() == 2 and value.lengths() is None
+
+
+def _jagged_rows(value: Tensor, rows: Tensor) -> Tensor:
+    offsets = jagged_offsets(value)
+    rows = rows.to(offsets.device)
+    begins, lengths = offsets[rows], offsets.diff()[rows]
+    selected = torch.cat([offsets.new_zeros(1), lengths.cumsum(0)])
+    places = torch.arange(int(selected[-1]), device=offsets.device)
+    places = places + (begins - selected[:-1]).repeat_interleave(lengths)
+    return torch.nested.nested_tensor_from_jagged(value.values()[places], offsets=selected)
 
 
 def flag(data: TensorDict, key: str) -> bool:

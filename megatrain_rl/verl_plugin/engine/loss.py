@@ -93,7 +93,7 @@ class VerlObjective:
         device = stats.log_probs_T.device
         if self._counts_nothing([pack]):
             return ObjectiveOutput(loss=torch.zeros((), device=device))
-        rows = tu.index_select_tensor_dict(self._data, list(pack.sequence_ids)).to(device)
+        rows = batch.select_rows(self._data, pack.sequence_ids).to(device)
         offsets = pack.cu_seqlens.to(device=device, dtype=torch.int64)
         output = {"log_probs": torch.nested.nested_tensor_from_jagged(stats.log_probs_T, offsets=offsets)}
         if stats.entropy_T is not None:
