@@ -6,6 +6,7 @@ train on CUDA; the rollout is the embedded one there too.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,24 @@ class Run:
 
     def log(self) -> str:
         return self._log.read_text()
+
+    def settings(self) -> list[tuple[str, str]]:
+        """The settings that VERL printed, as (name, value)."""
+        return printed_settings(one_line(self.log()))
+
+
+def one_line(log: str, *, left_out: re.Pattern[str] | None = None) -> str:
+    """A run's output in one line, without colours and names of processes: Ray cuts lines where it likes.
+
+    left_out: matches lines that are not wanted.
+    """
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[\d;]*m", "", log))
+    wanted = (line for line in lines if left_out is None or not left_out.search(line))
+    return " ".join(re.sub(r"^\(\w+ pid=\d+\) ?", "", line) for line in wanted)
+
+
+def printed_settings(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"'(\w+)' *: *('[^']*'|[\w.+-]+)", text)
 
 
 def grpo(workspace: Path, name: str, *overrides: str, device: str = "cpu", **environment: str) -> Run:
@@ -211,7 +230,7 @@ def test_strategy_alone_on_the_default_model_engine(side_by_side):
         assert 0.98 < step["rollout_corr/rollout_is_mean"] < 1.02
     # bf16: the reference pass and the update cut their packs differently
     assert abs(steps[1]["actor/kl_loss"]) < 1e-5 and steps[2]["actor/kl_loss"] > 1e-3
-    assert "'lora_adapter_path': 'megatrain-frozen-reference'" in side_by_side["dp"].log()
+    assert ("lora_adapter_path", "'megatrain-frozen-reference'") in side_by_side["dp"].settings()
 
 
 def test_rollout_log_probs_in_place_of_an_old_log_prob_pass(side_by_side, workspace):

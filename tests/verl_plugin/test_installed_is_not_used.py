@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_grpo_e2e import Run, grpo, workspace
+from test_grpo_e2e import Run, grpo, one_line, printed_settings, workspace
 
 __all__ = ["workspace"]
 
@@ -91,10 +91,8 @@ def messages(run: Run, name: str) -> tuple[Counter, Counter]:
     Words and not lines: Ray cuts lines where it likes. Bars of progress are left out, and metrics, which are compared
     above, and outside the settings numbers: processes, ports, times of day.
     """
-    text = re.sub(r"\x1b\[[\d;]*m", "", run.log().replace(name, "NAME"))
     left_out = re.compile(r"\bstep:\d+ - |it/s\]|s/it\]|examples/s\]|\?it/s|the plug-in is there")
-    lines = [line for line in re.split(r"[\r\n]+", text) if not left_out.search(line)]
-    whole = " ".join(re.sub(r"^\(\w+ pid=\d+\) ?", "", line) for line in lines)
-    settings = re.findall(r"'(\w+)': *('[^']*'|[\w.+-]+)", whole)
+    whole = one_line(run.log().replace(name, "NAME"), left_out=left_out)
+    settings = printed_settings(whole)
     words = re.findall(r"[A-Za-z_][\w./-]*", re.sub(r"(?<=actor_id=)\w+|0x[\da-f]+", "", whole))
     return Counter(settings), Counter(re.sub(r"\d+", "", word) for word in words)

@@ -70,10 +70,9 @@ def of_update(engine, data, loss_function):
     return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode, entropy", [*((mode, True) for mode in MODES), ("vanilla", False), ("kl_cov", False)])
 def test_every_loss_mode(engine, oracle, rows, mode, entropy):
-    """With importance weights of the rollout and a KL term; with an entropy bonus, and without as is VERL's default."""
+    """With importance weights of the rollout, a KL term and an entropy bonus; VERL's default is without the bonus."""
     loss = loss_of(mode, entropy_coeff=0.05 if entropy else 0.0, use_kl_loss=True, kl_loss_coef=0.3)
     assert_same_however_cut(
         engine, oracle, rows, loss,
