@@ -213,6 +213,7 @@ def side_by_side(workspace, request) -> dict[str, Run]:
     runs["dp"].wait_for_ray()
     runs["bypass"] = grpo(
         workspace, "bypass", "model_engine=megatrain", f"{knobs}.param_dtype=float32", f"{knobs}.grad_dtype=float32",
+        f"{knobs}.share_prompts=true",
         "actor_rollout_ref.rollout.dtype=float32", "algorithm.rollout_correction.bypass_mode=true",
         "actor_rollout_ref.actor.use_kl_loss=false", "trainer.logger=[file,wandb,tensorboard]", *short,
         f"trainer.default_local_dir={workspace}/ckpt-bypass", WANDB_MODE="offline", WANDB_DIR=str(workspace),
@@ -234,10 +235,11 @@ def test_strategy_alone_on_the_default_model_engine(side_by_side):
 
 
 def test_rollout_log_probs_in_place_of_an_old_log_prob_pass(side_by_side, workspace):
-    """bypass_mode, no KL term, tensorboard, and wandb without a network."""
+    """bypass_mode, shared prompts, no KL term, tensorboard, and wandb without a network."""
     for step in side_by_side["bypass"].finish().values():
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0
-        # one update a batch, with the weights that sampled it: the ratio is 1 to rounding
+        # one update a batch, with the weights that sampled it: the ratio is 1 to rounding, though the trainer computed
+        # each prompt once and the rollout engine did not
         assert abs(step["actor/ppo_kl"]) < 1e-5 and step["actor/pg_clipfrac"] == 0
         # VERL logs these with the log-probs of that pass, as the runs above show, so there was none
         assert not step.keys() & {"actor/entropy", "training/rollout_probs_diff_max"}
