@@ -6,6 +6,7 @@ Shapes: T tokens of a pack, S sequences in it. Every per-token tensor is aligned
 `targets_T`, of log-probs and of entropies belongs to the prediction of token t+1, made at token t.
 """
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -43,12 +44,12 @@ class PackedBatch:
         """The tokens of its sequences."""
         return self.tokens_T.numel()
 
-    @property
+    @functools.cached_property
     def num_computed(self) -> int:
         """The tokens that layers compute: all of them, or without those that are computed for another sequence."""
         return self.num_tokens if self.source_T is None else int(self.computed_T.sum())
 
-    @property
+    @functools.cached_property
     def computed_T(self) -> Tensor:
         """bool: the token is computed where it stands."""
         if self.source_T is None:
@@ -116,17 +117,22 @@ def pack(
 
 
 def _sources(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> Tensor:
-    """`PackedBatch.source_T`. A sequence's last token is always its own, so that every sequence computes something."""
+    """`PackedBatch.source_T` of sequences that are laid end to end."""
     first: dict[bytes, int] = {}
     sources, start = [], 0
     for sequence, length in zip(sequences, prompt_lengths, strict=True):
         source = torch.arange(start, start + len(sequence))
-        prompt = sequence[: min(length, len(sequence) - 1)]
+        prompt = _prompt(sequence, length)
         begin = first.setdefault(_key(prompt), start)
         source[: len(prompt)] = torch.arange(begin, begin + len(prompt))
         sources.append(source)
         start += len(sequence)
     return torch.cat(sources)
+
+
+def _prompt(sequence: Tensor, length: int) -> Tensor:
+    """What may be shared. A sequence's last token is always its own, so that every sequence computes something."""
+    return sequence[: min(length, len(sequence) - 1)]
 
 
 def _key(prompt: Tensor) -> bytes:
@@ -277,9 +283,8 @@ def pack_sequences(
 
 
 def _groups(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Group]:
+    prompts = [_prompt(sequence, length) for sequence, length in zip(sequences, prompt_lengths, strict=True)]
     by_prompt: dict[bytes, list[int]] = {}
-    for i, (sequence, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
-        by_prompt.setdefault(_key(sequence[: min(length, len(sequence) - 1)]), []).append(i)
-    return [
-        Group(tuple(rows), min(prompt_lengths[rows[0]], len(sequences[rows[0]]) - 1)) for rows in by_prompt.values()
-    ]
+    for i, prompt in enumerate(prompts):
+        by_prompt.setdefault(_key(prompt), []).append(i)
+    return [Group(tuple(rows), len(prompts[rows[0]])) for rows in by_prompt.values()]

@@ -4,7 +4,6 @@ The trainer has no gradients and no optimizer.
 """
 
 import argparse
-import time
 
 from megatrain_rl.bench.arguments import (
     Case,
@@ -23,7 +22,7 @@ from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record
 from megatrain_rl.bench.series import report_speed, run_series
 from megatrain_rl.bench.shapes import shape_config
-from megatrain_rl.bench.step import describe
+from megatrain_rl.bench.step import random_trainer
 from megatrain_rl.trainer import StreamTrainer
 
 
@@ -40,14 +39,9 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     hf_config = shape_config(arguments.shape, layers=arguments.layers)
     device = run_device()
     ceilings = measure_ceilings(device, record, quick=arguments.quick)
-    started = time.perf_counter()
-    trainer = StreamTrainer.from_config(hf_config, config=config, adamw=None, device=device, seed=arguments.seed)
-    try:
-        record.say(describe(arguments.shape, trainer, time.perf_counter() - started))
+    with random_trainer(arguments, hf_config, config, None, device, record) as trainer:
         for case in cases:
             _run_case(case, trainer, arguments, ceilings, record)
-    finally:
-        trainer.close()
 
 
 def _run_case(

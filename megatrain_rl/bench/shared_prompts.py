@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import functools
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from megatrain_rl.bench.memory import MemoryMeter
 from megatrain_rl.bench.record import Record
 from megatrain_rl.bench.series import report_speed, run_series
 from megatrain_rl.bench.shapes import shape_config
-from megatrain_rl.bench.step import StepMode, describe, one_step
+from megatrain_rl.bench.step import StepMode, one_step, random_trainer
 from megatrain_rl.config import AdamWConfig, StreamConfig
 from megatrain_rl.objectives import ObjectiveOutput, TokenStats
 from megatrain_rl.trainer import StreamTrainer
@@ -71,19 +70,12 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     hf_config = shape_config(arguments.shape, layers=arguments.layers)
     device = run_device()
     ceilings = measure_ceilings(device, record, quick=arguments.quick)
-    started = time.perf_counter()
-    trainer = StreamTrainer.from_config(
-        hf_config, config=config, adamw=AdamWConfig(lr=1e-6), device=device, seed=arguments.seed
-    )
-    try:
-        record.say(describe(arguments.shape, trainer, time.perf_counter() - started))
+    with random_trainer(arguments, hf_config, config, AdamWConfig(lr=1e-6), device, record) as trainer:
         for i in range(arguments.settle):  # both kinds, so that layers are compiled for both
-            packs = pack_rows(cases[0], trainer, arguments, seed=arguments.seed + i, share=i % 2 == 0)
+            packs = pack_rows(cases[0], trainer, arguments.prompts, seed=arguments.seed + i, share=i % 2 == 0)
             record.say(f"settle {i}: {_step_of(trainer, [packs], 0)}")
         for case in cases:
             _run_case(case, trainer, arguments, ceilings, record)
-    finally:
-        trainer.close()
     for case in cases:
         _compare_gradients(case, arguments, config, device, record)
 
@@ -111,11 +103,9 @@ def rows(case: SharedCase, prompts: int, vocab_size: int, *, seed: int) -> list[
     ]
 
 
-def pack_rows(
-    case: SharedCase, trainer: StreamTrainer, arguments: argparse.Namespace, *, seed: int, share: bool
-) -> list[PackedBatch]:
+def pack_rows(case: SharedCase, trainer: StreamTrainer, prompts: int, *, seed: int, share: bool) -> list[PackedBatch]:
     """Packs of a step. Log-probs are wanted from the prompt's last token on, as in RL."""
-    data = rows(case, arguments.prompts, trainer.spec.vocab_size, seed=seed)
+    data = rows(case, prompts, trainer.spec.vocab_size, seed=seed)
     return pack_sequences(
         data,
         max_tokens=trainer.pack_tokens,
@@ -139,7 +129,8 @@ def _run_case(
     for share in (False, True):
         name = case.name if share else f"{case.name}-unshared"
         batches = [
-            pack_rows(case, trainer, arguments, seed=arguments.seed + i, share=share) for i in range(warmup + steps)
+            pack_rows(case, trainer, arguments.prompts, seed=arguments.seed + i, share=share)
+            for i in range(warmup + steps)
         ]
         computed = sum(pack.num_computed for pack in batches[-1])
         record.say(f"{name}: {tokens} tokens a step, {computed} computed")
@@ -160,7 +151,6 @@ def _compare_gradients(
 ) -> None:
     """The error of the gradients against fp32, shared and not, of a group of answers."""
     hf_config = shape_config(arguments.shape, layers=arguments.check_layers)
-    one_group = argparse.Namespace(prompts=1)
     exact_config = dataclasses.replace(
         config, param_dtype="float32", grad_dtype="float32", attention="auto", compile=None, gpu_budget_gb=4 * config.gpu_budget_gb
     )  # fmt: skip
@@ -174,7 +164,7 @@ def _compare_gradients(
         def gradients(config: StreamConfig, *, share: bool) -> Mapping[str, Tensor]:
             trainer = StreamTrainer.from_pretrained(folder, config=config, adamw=AdamWConfig(), device=device)
             try:
-                packs = pack_rows(case, trainer, one_group, seed=arguments.seed, share=share)
+                packs = pack_rows(case, trainer, 1, seed=arguments.seed, share=share)
                 trainer.forward_backward(packs, _RowWeights(case, seed=arguments.seed))
                 return {name: gradient.float().clone() for name, gradient in trainer.named_gradients()}
             finally:

@@ -5,11 +5,16 @@ measured in the same process, before the weights are loaded.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import torch
+from transformers import PretrainedConfig
 
 from megatrain_rl.batch import PackedBatch
 from megatrain_rl.bench.arguments import (
@@ -95,12 +100,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     check_settle(arguments)
     device = run_device()
     ceilings = measure_ceilings(device, record, quick=arguments.quick)
-    started = time.perf_counter()
-    trainer = StreamTrainer.from_config(
-        hf_config, config=config, adamw=AdamWConfig(lr=1e-6), device=device, seed=arguments.seed
-    )
-    try:
-        record.say(describe(arguments.shape, trainer, time.perf_counter() - started))
+    with random_trainer(arguments, hf_config, config, AdamWConfig(lr=1e-6), device, record) as trainer:
         work = Workload(cases[0], trainer, mode, arguments, count=arguments.settle)
         for i in range(arguments.settle):
             record.say(f"settle {i}: {work.step(i)}")
@@ -108,11 +108,28 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
             _run_case(case, trainer, mode, arguments, ceilings, record)
         if arguments.trace:
             _trace(cases[-1], trainer, mode, arguments, record)
+
+
+@contextlib.contextmanager
+def random_trainer(
+    arguments: argparse.Namespace,
+    hf_config: PretrainedConfig,
+    config: StreamConfig,
+    adamw: AdamWConfig | None,
+    device: torch.device,
+    record: Record,
+) -> Iterator[StreamTrainer]:
+    """A trainer with random weights, which is described in the record once it is ready and closed at the end."""
+    started = time.perf_counter()
+    trainer = StreamTrainer.from_config(hf_config, config=config, adamw=adamw, device=device, seed=arguments.seed)
+    try:
+        record.say(_describe(arguments.shape, trainer, time.perf_counter() - started))
+        yield trainer
     finally:
         trainer.close()
 
 
-def describe(shape: str, trainer: StreamTrainer, ready_s: float) -> str:
+def _describe(shape: str, trainer: StreamTrainer, ready_s: float) -> str:
     packs = trainer.pack_tokens
     return (
         f"{shape}: {trainer.spec.num_parameters / 1e9:.2f} B parameters, {trainer.spec.num_layers} layers, packs of {packs}, "

@@ -132,7 +132,7 @@ class _Copies(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         (places_T,) = ctx.saved_tensors
         total = grad.new_zeros((ctx.num_values, *grad.shape[1:]), dtype=torch.float32)
-        return total.index_add(0, places_T, grad.float()).to(grad.dtype), None
+        return total.index_add_(0, places_T, grad.float()).to(grad.dtype), None
 
 
 def _sdpa(

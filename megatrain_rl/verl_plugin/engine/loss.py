@@ -117,8 +117,7 @@ class VerlObjective:
     def linearised(self, stats: list[TokenStats], packs: Sequence[PackedBatch]) -> "LinearisedLoss":
         """The mini-batch's loss at `stats`, as an objective of packs."""
         leaves = [each.detach() for each in stats]
-        entropies = [each.entropy_T for each in leaves if each.entropy_T is not None and self._entropy]
-        tensors = [*(each.log_probs_T for each in leaves), *entropies]
+        tensors = [value_T for each in leaves for value_T in (each.log_probs_T, each.entropy_T) if value_T is not None]
         with torch.enable_grad():
             for value_T in tensors:
                 value_T.requires_grad_()

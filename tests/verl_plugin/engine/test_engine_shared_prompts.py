@@ -3,21 +3,11 @@
 import pytest
 import torch
 from test_losses import assert_same_however_cut, loss_of, run
-from verl_cases import Oracle, make_engine, rl_rows, save_tiny_model, sft_batch, supervised_loss, v0_batch, v1_batch
+from verl_cases import make_engine, rl_rows, sft_batch, supervised_loss, v0_batch, v1_batch
 
 from megatrain_rl.verl_plugin.engine import batch
 
 pytestmark = pytest.mark.usefixtures("world")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def oracle(model):
-    return Oracle(model)
 
 
 @pytest.fixture

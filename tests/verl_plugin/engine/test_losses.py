@@ -60,18 +60,6 @@ def loss_of(mode: str = "vanilla", *, correction: dict | None = None, **settings
     return policy_loss(policy_loss=chosen, **settings)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    from verl_cases import save_tiny_model
-
-    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def oracle(model):
-    return Oracle(model)
-
-
 @pytest.fixture
 def engine(model):
     return make_engine(model)

@@ -11,7 +11,7 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
 from verl.utils.debug.metrics import calculate_debug_metrics
-from verl_cases import Oracle, jagged, make_engine, rl_rows, save_tiny_model, v1_batch
+from verl_cases import jagged, make_engine, rl_rows, v1_batch
 
 from megatrain_rl.verl_plugin import on_policy
 
@@ -19,16 +19,6 @@ pytestmark = pytest.mark.usefixtures("world")
 
 TEMPERATURE = 0.7
 WANTED = {"loss_agg_mode": "token-mean", "loss_scale_factor": None, "gap": True, "correction": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def oracle(model):
-    return Oracle(model)
 
 
 @pytest.fixture
